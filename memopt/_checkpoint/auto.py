@@ -93,9 +93,9 @@ def auto_checkpoint(
         accumulate: Whether gradients exist when a step begins, from other batches or as zeros. If not, each parameter's
             gradient counts from its backward on.
         slots: Number of units that the budget is divided into for the solver; sizes are rounded up to them.
-        to: The place where stages may keep their saved sets until their backward, if that is faster than recomputing
-            them: "cpu" for a model on a CUDA device (pinned host memory), or a directory's path on a disk. Copies run
-            beside the computation; their speed is measured first.
+        to: The place where stages may keep their saved sets until their backward, and their inputs until they run
+            again, if that is faster than recomputing them: "cpu" for a model on a CUDA device (pinned host memory), or
+            a directory's path on a disk. Copies run beside the computation; their speed is measured first.
         strict: Raise for a later batch that no plan fits, and after a step above the budget. If not, the batch runs by
             a plan for little more than the least, with a warning.
         keeps_output: Whether the model's output lives until the step is over, as with `out = model(x)` in a loop's

@@ -7,6 +7,7 @@ allocator's blocks, and the memory that autograd and the caller hold between the
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ from memopt._checkpoint.stages.costs import (
     workspace_bytes,
 )
 from memopt._checkpoint.stages.measure import ChainMeasurement, Crossing, expand, group, passing
+from memopt._offload.pinned_memory import aligned
 from memopt._offload.schedule_sets import OPTION, Bandwidth
 from memopt._runtime import device_clock
 from memopt._runtime.log import logger
@@ -44,12 +46,15 @@ Candidate = tuple[Plan, list[Op], set[int]]
 Forward = Callable[[], tuple[Any, torch.Tensor]]  # returns the result and the loss, by a plan
 
 
-def chain_stage(name: str, size: StageBytes, time: StageSeconds, speed: Bandwidth | None) -> Stage:
+def chain_stage(
+    name: str, size: StageBytes, time: StageSeconds, speed: Bandwidth | None, movable_input: int = 0
+) -> Stage:
     """Return a stage for the solver, with its ways to run as options.
 
     To keep only its output takes, for a while, the memory of what the other way saves. The chain counts that overhead
     for the stage's own way, so saving everything is a separate option where it takes less. Offloading what the stage
-    alone holds, at that speed, is another.
+    alone holds, at that speed, is another. movable_input: bytes of its input that can be offloaded, too; to the solver
+    that takes the time of the way there beyond the stage's own run, and all of the way back.
     """
     own = Stage(
         saved_bytes=size.saved,
@@ -89,7 +94,11 @@ def chain_stage(name: str, size: StageBytes, time: StageSeconds, speed: Bandwidt
                 own.remake_seconds,
             )
         )
-    return replace(own, options=tuple(options))
+    own = replace(own, options=tuple(options))
+    if speed is None or not movable_input:
+        return own
+    out = speed.forward(time.full_forward, movable_input) - time.full_forward
+    return replace(own, put_input_seconds=out, get_input_seconds=speed.backward(0.0, movable_input))
 
 
 class ChainCosts(NamedTuple):
@@ -119,7 +128,11 @@ def chain_costs(
     if accumulate:  # what a backward makes is added to them, and goes
         fixed += sum(gradients)
         gradients = [0] * len(sizes)
-    stages = [chain_stage(*stage, speed) for stage in zip(joined, sizes, times, strict=True)]
+    movable = [0, *(_movable_input(measured, *pair) for pair in itertools.pairwise(groups)), 0]
+    stages = [
+        chain_stage(name, size, time, speed, given)
+        for name, size, time, given in zip(joined, sizes, times, movable, strict=True)
+    ]
     chain = Chain(tuple(stages), input_bytes=measured.input_bytes)
     outputs = [0 if size.saves_output else size.output for size in sizes]
     last = sizes[-2].output if measured.returns_last else 0
@@ -141,6 +154,13 @@ def chain_costs(
         gradients, outputs, remade, measured.result_bytes, last, external, dies, full, crossing
     )
     return ChainCosts(chain, around, fixed, sizes, times, groups)
+
+
+def _movable_input(measured: ChainMeasurement, before: range, members: range) -> int:
+    """Return the bytes of these stages' input, made by those before, if it can be offloaded until they run again."""
+    made, taken = measured.stage_bytes[before.stop - 1], measured.stage_bytes[members.start]
+    skips = any(one.is_output and one.made_by == before.stop - 1 for one in measured.crossings)
+    return 0 if made.output_stays or skips or taken.changes_input else made.output
 
 
 def _keeps_output(measured: ChainMeasurement, members: range, crossing: Crossing) -> bool:
@@ -186,6 +206,7 @@ def plan_for(
         sizes, times, chain, schedule, around, budget, fixed, measured.crossing_bytes, slots, bandwidth=speed
     )
     plan.offload_slots = {k: measured.stage_bytes[k].movable_room for g in plan.offloaded for k in groups[g]}
+    plan.offload_slots |= {~groups[g].start: aligned(sizes[g - 1].output) for g in plan.inputs_offloaded}
     return plan, expand(plan.operations, groups), passing(groups)
 
 

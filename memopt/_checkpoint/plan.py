@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ REST = "(rest of the model)"
 SLOTS = 500  # of a budget, for the solver
 SAVING = "save"  # the option of a stage to save everything
 RUNS = {"fall": "all", "fck": "its input", "fnone": "nothing"}
-_AWAY = "all, offloaded"
+_AWAY = ", offloaded"
 _HEADS = ("stage", "saves", "output", "forward", "backward", "runs", "at first keeps")
 
 
@@ -122,10 +123,14 @@ def without_clock(chain: Chain) -> Chain:
         seconds = float(way.saved_bytes)
         return {"forward_seconds": seconds, "backward_seconds": seconds, "remake_seconds": None}
 
-    stages = []
+    stages, given = [], chain.input_bytes
     for stage in chain.stages:
         options = tuple(replace(option, **unmeasured(option)) for option in stage.options)
-        stages.append(replace(stage, **unmeasured(stage), options=options))
+        stage = replace(stage, **unmeasured(stage), options=options)
+        if stage.put_input_seconds is not None:
+            stage = replace(stage, put_input_seconds=0.0, get_input_seconds=float(given))
+        given = stage.output_bytes
+        stages.append(stage)
     return replace(chain, stages=tuple(stages))
 
 
@@ -177,10 +182,11 @@ def with_copies(
 ) -> tuple[list[Op], int]:
     """The operations for the runner, with the times of the copies of offloaded sets; and the peak.
 
-    To the solver a set leaves while its own stage runs forwards and returns while it runs backwards, whole in both.
-    Where the budget leaves room, copies get more time: "sent", which waits for a set's copies and lets its memory go,
-    comes after the next stage's run, and "fetch" before the backward of the stage behind it. So they overlap with those
-    too. Options of no concern to the runner are left out.
+    To the solver a set leaves while its own stage runs forwards and returns while it runs backwards, whole in both. An
+    input leaves so, too, and returns beside nothing. Where the budget leaves room, copies get more time: "sent" and
+    "put_input", which wait for the copies and let the memory go, come after the next stage's run, "fetch" and
+    "fetch_input" before the backward of the stage behind. So they overlap with those too. Options of no concern to the
+    runner are left out.
 
     during: bytes that are there at each operation. nbytes: of each stage's set.
     """
@@ -196,19 +202,28 @@ def with_copies(
                 there[n] += more
         return fits
 
+    later: set[int] = set()
     for at, (op, k, *option) in enumerate(ops):
-        if op != "fall" or option != [OPTION]:
+        if op == "fall" and option == [OPTION]:
+            ends, size = [("bwd", k), ("drop_saved", k)], nbytes[k]
+            leaves, comes = ("sent", k), ("fetch", k)
+        elif op == "put_input":
+            ends, size = [("get_input", k)], schedule.chain.stages[k - 1].output_bytes
+            leaves, comes = ("put_input", k), ("fetch_input", k)
+        else:
             continue
-        end = next(n for n in range(at, len(ops)) if ops[n][:2] in (("bwd", k), ("drop_saved", k)))
+        end = next(n for n in range(at, len(ops)) if ops[n][:2] in ends)
         following = next((n for n in range(at + 1, end) if ops[n][0] in RUNS), None)
         behind = next((n for n in reversed(range(at + 1, end)) if ops[n][0] == "bwd"), None)
-        if following is not None and room(at + 1, following, nbytes[k]):
-            after[following].append(("sent", k))
-        if ops[end][0] == "bwd" and behind is not None and room(behind, end - 1, nbytes[k]):
-            before[behind].append(("fetch", k))
+        if following is not None and room(at + 1, following, size):
+            after[following].append(leaves)
+            later |= {at} if op == "put_input" else set()
+        if ops[end][0] in ("bwd", "get_input") and behind is not None and room(behind, end - 1, size):
+            before[behind].append(comes)
     out: list[Op] = []
     for n, (op, k, *option) in enumerate(ops):
-        out += [*before[n], (op, k, OPTION) if option == [OPTION] else (op, k), *after[n]]
+        own: list[Op] = [] if n in later else [(op, k, OPTION) if option == [OPTION] else (op, k)]
+        out += [*before[n], *own, *after[n]]
     return out, max(there)
 
 
@@ -267,7 +282,7 @@ class Plan(Result):
         plain_seconds: Predicted time of its passes: by the stages' seconds, in proportion to `seconds`.
         offload: The place where stages may offload to, None for none.
         bandwidth: Its measured speed.
-        offload_slots: Bytes at that place, by number of the stage that uses it.
+        offload_slots: Bytes at that place, by number of the stage whose saved set they are; of stage k's input at ~k.
         operations: The schedule's operations with the times of offload copies, as the runner has them.
     """
 
@@ -366,20 +381,29 @@ class Plan(Result):
 
     @property
     def offloaded(self) -> set[int]:
-        """Numbers of the stages whose saved set is offloaded at some time."""
-        return {k for op, k, *option in self.schedule.ops if op == "fall" and option == [OPTION]}
+        """Numbers of the stages whose saved set is offloaded at some time: one that is wanted at once stays."""
+        pairs = itertools.pairwise(self.schedule.ops)
+        return {
+            k for (op, k, *way), then in pairs if (op, way) == ("fall", [OPTION]) and then[:2] != ("bwd", k)
+        }
+
+    @property
+    def inputs_offloaded(self) -> set[int]:
+        """Numbers of the stages whose input is offloaded at some time."""
+        return {k for op, k, *_ in self.schedule.ops if op == "put_input"}
 
     @property
     def keeps_all(self) -> bool:
         """Return whether the budget needs no recomputation and no offload: the plain run fits."""
-        return max(self._runs().values()) == 1 and not self.offloaded
+        return max(self._runs().values()) == 1 and not self.offloaded | self.inputs_offloaded
 
     def _first_keeps(self) -> dict[int, str]:
         """Return the tensors' treatment in each stage's first run: kept, dropped or offloaded."""
         first: dict[int, str] = {}
-        for op, k, *option in self.schedule.ops:
+        for (op, k, *option), following in itertools.pairwise([*self.schedule.ops, ("", -1)]):
             if op in RUNS:
-                first.setdefault(k, _AWAY if option == [OPTION] else RUNS[op])
+                away = option == [OPTION] or (op == "fck" and following[0] == "put_input")
+                first.setdefault(k, RUNS[op] + (_AWAY if away else ""))
         return first
 
     def as_dict(self) -> dict[str, Any]:
@@ -458,9 +482,12 @@ class Plan(Result):
         if self.offload is None or self.bandwidth is None:
             return []
         size = _C.format_size
-        nbytes = sum(self.measured_bytes[k].movable for k in self.offloaded)
         where = "pinned memory of the host" if self.offload == "cpu" else self.offload
+        nbytes = sum(self.measured_bytes[k].movable for k in self.offloaded)
+        said = f"{size(nbytes)} of what {len(self.offloaded)} stages save is offloaded to {where}"
+        if inputs := self.inputs_offloaded:
+            nbytes = sum(self.measured_bytes[k - 1].output for k in inputs)
+            said += f", and {size(nbytes)} of {len(inputs)} stages' inputs"
         return [
-            f"{size(nbytes)} of what {len(self.offloaded)} stages save is offloaded to {where}, at "
-            f"{size(int(self.bandwidth.out))} a second and {size(int(self.bandwidth.back))} back"
+            f"{said}, at {size(int(self.bandwidth.out))} a second and {size(int(self.bandwidth.back))} back"
         ]

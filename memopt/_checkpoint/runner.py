@@ -7,12 +7,14 @@ stages run again, saving nothing where only their output is needed. State of a p
 
     inputs[i]   tensors of a_i: those outputs of stage i-1 that stage i takes. Held as long as a_i is kept in its own
                 right (`own`) or stage i-1's saved set, to which its output belongs, is there (`saved`)
+    put[i]      the same, off the device between ("put_input", i) and ("get_input", i)
     SavedPlaceholder
                 the graph's entry for a tensor that a stage saved. It holds the tensor; nothing; the view of inputs[i]
                 that it is, where the schedule drops a_i in between, so that it is not held twice; or, where the
                 operation is ("fall", i, "offload"), a view of memory off the device (schedule_sets.py). Two operations
                 say when such a set's copies may overlap others: ("sent", i) after the forward of later stages,
-                ("fetch", i) before their backwards; without them only stage i overlaps them
+                ("fetch", i) before their backwards; without them only stage i overlaps them. ("fetch_input", i) is
+                that of an input, whose copy begins before stage i runs
 
 An argument that is not an output of the stage before (a mask, a position, something computed between the two) is held
 from the forward pass on, as its caller would hold it: results do not depend on how the stages are joined. Whatever
@@ -40,8 +42,9 @@ from memopt._runtime.state_snapshot import Modes, version
 from memopt.chain import Op
 
 FORWARD = ("fnone", "fck", "fall")
-AFTERWARDS = ("drop_input", "drop_saved", "sent")
-OPERATIONS = (*FORWARD, "bwd", *AFTERWARDS, "fetch")
+COPIES = ("sent", "fetch", "fetch_input")  # when they begin and end; else nothing changes
+AFTERWARDS = ("drop_input", "drop_saved", "sent", "put_input")
+OPERATIONS = (*FORWARD, "bwd", *AFTERWARDS, "get_input", "fetch", "fetch_input")
 
 Function = Callable[..., Any]
 
@@ -101,8 +104,12 @@ class ChainRunner:
                 f"the schedule does not fit {self.count} stages: each must run forward, in order, and backward once, "
                 "in the reverse order"
             )
-        # Stages whose input is dropped while their saved set waits for it.
-        self.dropped = {k for op, k in self.ops if op == "drop_input"}
+        # Stages whose input is dropped, or put away, while their saved set waits for it.
+        self.dropped = {k for op, k in self.ops if op in ("drop_input", "put_input")}
+        # Operations that run a stage whose input is put away then.
+        self.putting = {n for n, (op, k) in enumerate(self.ops) if op in FORWARD and self._puts(n, k)}
+        if self.putting and offload is None:
+            raise ValueError("the schedule puts inputs off the device: give it where to offload to")
         self.away = self._offloading(ops)
         self.offloaded = {self.ops[n][1] for n in self.away}
 
@@ -126,9 +133,13 @@ class ChainRunner:
                 away[n] = ("sent", k) in upto
         return away
 
+    def _puts(self, n: int, k: int) -> bool:
+        following = next((op for op, stage in self.ops[n + 1 :] if stage == k and op not in COPIES), None)
+        return following == "put_input"
+
     def is_last(self, n: int) -> bool:
         """Return whether the backward of operation n's stage comes next."""
-        following = next((op for op in self.ops[n + 1 :] if op[0] not in ("sent", "fetch")), None)
+        following = next((op for op in self.ops[n + 1 :] if op[0] not in COPIES), None)
         return following == ("bwd", self.ops[n][1])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -349,6 +360,12 @@ class ChainPass:
         self.saves = False  # there is a graph that asks for what a stage saved
         self.running = -1  # the stage that is running in the forward pass: it may take gradients of its own
         self.inputs: dict[int, list[Held]] = {}
+        self.putting: dict[
+            int, tuple[OffloadedSet, list[torch.Tensor | OffloadedTensor]]
+        ] = {}  # on their way
+        self.put: dict[
+            int, list[tuple[torch.Tensor | OffloadedTensor, bool]]
+        ] = {}  # and whether they need a grad
         self.own: set[int] = set()
         self.saved: set[int] = set()
         self.cursor = 0  # the next operation
@@ -372,8 +389,50 @@ class ChainPass:
                 self.own.add(k)
 
     def drop_input(self, k: int) -> None:
+        self.put.pop(k, None)
         self.own.discard(k)
         self.settle(k)
+
+    def begin_put(self, k: int) -> OffloadedSet | None:
+        """Begin to copy the input of stage k, which is to run and then to do without it. None: it stays."""
+        self.putting.pop(k, None)
+        if k not in self.own:
+            return None
+        assert self.runner.offload is not None
+        taken = self.runner.offload.begin(~k, ())
+        self.putting[k] = taken, [taken.keep(held.tensor) for held in self.inputs[k]]
+        return taken
+
+    def put_input(self, k: int) -> None:
+        begun = self.putting.pop(k, None)
+        if begun is None or k not in self.own:
+            return
+        taken, values = begun
+        if any(held.tensor._version != held.version for held in self.inputs[k]):
+            taken.settle()  # and to run the stage again is an error
+            return
+        self.own.discard(k)
+        self.put[k] = [
+            (value, held.requires_grad) for value, held in zip(values, self.inputs.pop(k), strict=True)
+        ]
+        taken.leave()
+
+    def get_input(self, k: int) -> None:
+        if (values := self.put.pop(k, None)) is not None:
+            self.give_input(k, [Held.of(unpacked(value), needed) for value, needed in values], own=True)
+
+    def input_of(self, k: int) -> list[Held] | None:
+        self.get_input(k)
+        return self.inputs.get(k)
+
+    def fetch_input(self, k: int) -> None:
+        for value, _ in self.put.get(k, ()):
+            if isinstance(value, OffloadedTensor):
+                self._fetch(value)
+
+    def _fetch(self, value: OffloadedTensor) -> None:
+        value.storage.fetch()
+        self.coming.append(weakref.ref(value.storage))
 
     def drop_saved(self, k: int) -> None:
         self.sent(k)
@@ -386,13 +445,12 @@ class ChainPass:
         return [saved for ref in self.calls[k].saved if (saved := ref())] if k in self.calls else []
 
     def available(self, k: int) -> bool:
-        return k in self.calls and (not self.calls[k].links or k in self.inputs)
+        return k in self.calls and (not self.calls[k].links or k in self.inputs or k in self.put)
 
     def fetch(self, k: int) -> None:
         for saved in reversed(self.saved_by(k)):
             if isinstance(saved.value, OffloadedTensor):
-                saved.value.storage.fetch()
-                self.coming.append(weakref.ref(saved.value.storage))
+                self._fetch(saved.value)
 
     def sent(self, k: int) -> None:
         if (sending := self.sending.pop(k, None)) is not None:
@@ -428,6 +486,7 @@ class ChainPass:
         self.give_input(k, linked, own=k - 1 not in self.saved)
         storages = self.droppable_storages(k)
         taken = self.begin_offload(k, (args, kwargs)) if self.cursor in self.runner.away else None
+        putting = self.begin_put(k) if self.cursor in self.runner.putting else None
 
         def pack(tensor: torch.Tensor) -> SavedPlaceholder:
             self.saves = True
@@ -440,6 +499,7 @@ class ChainPass:
 
         with (
             taken or nullcontext(),
+            putting or nullcontext(),
             batch_norm.inside(),
             unchanged(self.runner.steady[k], k),
             torch.autograd.graph.saved_tensors_hooks(pack, SavedPlaceholder.unpack),
@@ -504,7 +564,7 @@ class ChainPass:
     def resolved(self, saved: SavedPlaceholder) -> torch.Tensor | None:
         value = saved.value
         if isinstance(value, Alias):
-            held = self.inputs.get(saved.stage)
+            held = self.input_of(saved.stage)
             return (
                 held[value.leaf].tensor.as_strided(value.size, value.stride, value.offset) if held else None
             )
@@ -523,6 +583,7 @@ class ChainPass:
         if op == "bwd":
             self.drop_saved(k)
             self.own.discard(k)
+            self.put.pop(k, None)
             self.inputs.pop(k, None)  # also where stage k-1's saved set holds it: nothing asks for it again
         elif op == "drop_input":
             self.drop_input(k)
@@ -532,23 +593,34 @@ class ChainPass:
             self.sent(k)
         elif op == "fetch":
             self.fetch(k)
+        elif op == "put_input":
+            self.put_input(k)
+        elif op == "get_input":
+            self.get_input(k)
+        elif op == "fetch_input":
+            self.fetch_input(k)
         elif self.available(k):  # else the pass came another way, and what is wanted of k is made when it is
             away = self.cursor if self.cursor in self.runner.away else None
-            self.run_again(k, catch=op == "fall", stop=self.runner.is_last(self.cursor), away=away)
+            puts = self.cursor in self.runner.putting
+            self.run_again(k, catch=op == "fall", stop=self.runner.is_last(self.cursor), away=away, puts=puts)
             if op == "fnone":
                 self.drop_input(k)
             else:
                 self.settle(k)
 
-    def run_again(self, k: int, *, catch: bool, stop: bool = False, away: int | None = None) -> None:
+    def run_again(
+        self, k: int, *, catch: bool, stop: bool = False, away: int | None = None, puts: bool = False
+    ) -> None:
         """Run stage k: for its output; or (catch) for its saved set and, unless it may stop there, its output. away:
-        the operation by which that is offloaded. In grad mode either way, as at first: else oneDNN's LSTM gives other
-        bits."""
+        the operation by which that is offloaded. puts: its input is put away then. In grad mode either way, as at
+        first: else oneDNN's LSTM gives other bits."""
         call = self.calls[k]
-        args, kwargs = call.arguments(self.inputs.get(k, ()), changing=k in self.runner.changing)
+        args, kwargs = call.arguments(self.input_of(k) or (), changing=k in self.runner.changing)
         out = None
         taken = None if away is None else self.begin_offload(k, (args, kwargs))
+        putting = self.begin_put(k) if puts else None
         with (
+            putting or nullcontext(),
             self.runner.gathers[k]() if self.runner.gathers else nullcontext(),
             call.state.again(),
             call.modes.again(),

@@ -416,8 +416,8 @@ class Planner:
         plan = chosen.candidate[0]
         runs = [op for op in plan.schedule.ops if op[0] in ("fall", "fck", "fnone")]
         stages = len(plan.chain.stages)
-        changed = {k for k in range(stages) if sum(op[1] == k for op in runs) > 1} | {*plan.offloaded}
-        return len(changed), stages - 1
+        changed = {k for k in range(stages) if sum(op[1] == k for op in runs) > 1}
+        return len(changed | plan.offloaded | plan.inputs_offloaded), stages - 1
 
     def _chain_budget(self, chosen: Attempt | None) -> int:
         """Return the budget that auto_checkpoint() is given: it does not see what some levers take besides."""

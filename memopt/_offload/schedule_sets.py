@@ -148,15 +148,19 @@ class OffloadedStorage:
     def stay(self) -> None:
         self._tensor = self._transfer = None
 
-    def go(self) -> None:
-        """Let the storage go once it is copied, unless somebody else holds it."""
-        assert self.storage is not None
+    def leave(self) -> None:
+        """Let the storage go once it is copied."""
         if self._transfer is not None:  # an exception may have come before it
             with self._offload.errors():
                 self._transfer.settle()
+        self.storage = self._tensor = None
+
+    def go(self) -> None:
+        """Let the storage go once it is copied, unless somebody else holds it."""
+        assert self.storage is not None
         # torch keeps the Python object of a storage for as long as C++ uses it: the reference dies with the storage.
         ref = weakref.ref(self.storage)
-        self.storage = self._tensor = None
+        self.leave()
         if (living := ref()) is not None:
             self.storage = living
             self.stay()
@@ -251,6 +255,12 @@ class OffloadedSet:
         self.offload.outputs[self.stage] = positions
         for storage in self.storages.values():
             storage.start()
+
+    def leave(self) -> None:
+        """Let all memory go, also of what others hold for now."""
+        for storage in self.storages.values():
+            storage.leave()
+        self.storages.clear()
 
     def settle(self) -> None:
         """Free all memory; raise the first error once everything is settled."""

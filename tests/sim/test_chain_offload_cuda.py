@@ -137,6 +137,92 @@ def test_what_comes_back_is_what_went_whoever_is_ahead(
     assert list(tmp_path.iterdir()) == []
 
 
+class Relays(torch.autograd.Function):
+    """Gives on what a copy from the host brings."""
+
+    @staticmethod
+    def forward(ctx, x, source, dirt):
+        out = torch.empty(COUNT, dtype=torch.float64, device="cuda")
+        out.copy_(source, non_blocking=True)
+        ctx.save_for_backward(x)
+        ctx.dirt = dirt
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors  # for which the stage runs again
+        return torch.empty_like(grad).copy_(ctx.dirt, non_blocking=True), None, None
+
+
+class Relay(nn.Module):
+    """Copies its input to the host whenever it runs, into memory that is pinned before: that waits for the device."""
+
+    def __init__(self, number: int, run_ahead: Callable[[], object]) -> None:
+        super().__init__()
+        self.run_ahead = run_ahead
+        self.expected, self.dirt = pinned(number - 1.0), pinned(-7.0)
+        self.source = pinned(float(number))
+        self.unused = [pinned(-1.0) for _ in range(20)]
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.unused.pop())
+        self.seen[-1].copy_(x.detach(), non_blocking=True)
+        out = Relays.apply(x, self.source, self.dirt)
+        self.run_ahead()
+        return out
+
+
+def pinned(value: float) -> torch.Tensor:
+    return torch.full((COUNT,), value, dtype=torch.float64).pin_memory()
+
+
+def boundaries(count: int, later: str = "") -> list[tuple]:
+    """Inputs are away between a stage's two runs. later: which copies overlap the neighbour's run."""
+    ops: list[tuple] = []
+    for k in range(count):
+        ops += [("fck", k), *[("put_input", k)] * (k > 0 and not later)]
+        ops += [("put_input", k - 1)] * (k > 1 and bool(later))
+    ops += [*[("put_input", count - 1)] * bool(later), ("fall", count)]
+    for k in reversed(range(count + 1)):
+        ops += [*[("get_input", k)] * (0 < k < count), ("fall", k)] if k < count else []
+        ops += [*[("fetch_input", k - 1)] * (k > 1 and bool(later)), ("bwd", k)]
+    return ops
+
+
+def wrong_inputs_after(steps: int, ahead: str, later: str, seed: int = 0, to: str | Path = "cpu") -> int:
+    """The number of inputs that were others when a stage ran again."""
+    run_ahead = ahead_by(ahead, random.Random(seed))
+    stages = [Relay(k, run_ahead) for k in range(5)]
+    where = ScheduleOffload(str(to), {~k: MIB for k in range(1, 5)})
+    runner = ChainRunner(stages, boundaries(5, later), offload=where)
+    first = pinned(-1.0).to("cuda")
+    sim.lazy(True)
+    for _ in range(steps):
+        x = first.detach().requires_grad_()
+        out = runner(x)
+        if ahead in ("computation", "in"):
+            torch.cuda.synchronize()
+        out.backward(torch.empty_like(out))
+    torch.cuda.synchronize()
+    sim.lazy(False)
+    assert [memory.nbytes for memory in where._memory.values()] == [4 * MIB] * (to == "cpu")
+    assert [len(stage.seen) for stage in stages] == [2 * steps] * 5
+    return sum(not torch.equal(seen, stage.expected) for stage in stages for seen in stage.seen)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("later", ["", "both"])
+@pytest.mark.parametrize("ahead", ["computation", "out", "in", "neither", "either"])
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_an_input_that_comes_back_is_what_went_whoever_is_ahead(
+    tmp_path: Path, to: str, ahead: str, later: str
+) -> None:
+    place = "cpu" if to == "cpu" else tmp_path
+    for n in range((100 if SOAK else 4) if ahead == "either" else 1):
+        assert wrong_inputs_after(3, ahead, later, SEED + n, place) == 0, f"seed {SEED + n}"
+
+
 @pytest.mark.parametrize(
     ("owner", "name"), [(transfers.PinnedTransfer, "settle"), (pinned_memory.IncomingBytes, "tensor")]
 )
@@ -155,7 +241,9 @@ def test_each_wait_is_needed(
             return function(*args)
 
     monkeypatch.setattr(owner, name, call)
-    assert wrong_after(3, "computation", "", to="cpu" if to == "cpu" else tmp_path) > 0
+    place = "cpu" if to == "cpu" else tmp_path
+    assert wrong_after(3, "computation", "", to=place) > 0
+    assert wrong_inputs_after(3, "computation", "", to=place) > 0
 
 
 def test_memory_is_free_for_the_next_stage_while_the_device_has_not_done_anything() -> None:
@@ -297,11 +385,12 @@ def test_auto_checkpoint_on_a_device_offloads_within_its_budget(
     most = peak(plain)
     workspaces = workspace_bytes(sample.device)  # cuBLAS's, which the meter of storages does not see
     assert workspaces and workspace_bytes(sample.device) == 0
-    overlapped = 0
-    for share in (0.75, 0.9):
+    overlapped, inputs = 0, set()
+    for share in (0.45, 0.75, 0.9):
         budget = int(most * share) + workspaces
         memopt.auto_checkpoint(model, sample, memory_budget=budget, to=place)
-        assert model.plan.offloaded, str(model.plan)
+        assert model.plan.offloaded | model.plan.inputs_offloaded, str(model.plan)
+        inputs |= model.plan.inputs_offloaded
         where = "pinned memory of the host" if to == "cpu" else str(tmp_path)
         assert f"offloaded to {where}" in str(model.plan)
         overlapped += sum(op in ("sent", "fetch") for op, *_ in model.plan.operations)
@@ -319,6 +408,7 @@ def test_auto_checkpoint_on_a_device_offloads_within_its_budget(
             sim.lazy(False)
             assert all(map(torch.equal, *grads))
     assert overlapped
+    assert inputs
 
 
 @pytest.mark.parametrize("to", ["cpu", "disk"])

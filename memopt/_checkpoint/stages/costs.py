@@ -317,6 +317,7 @@ class StageBytes(NamedTuple):
     movable: int = 0  # bytes of the saved set that the stage alone holds: they can be kept elsewhere
     movable_room: int = 0  # that they take there
     numbers: int = 0  # bytes of numbers of Python's that its graph keeps, in none of the others
+    output_stays: bool = True  # it can be kept nowhere else, or is in memory that the stage is given
 
 
 Moments = tuple[float, float]  # a begin and an end, by the device's clock
@@ -434,6 +435,7 @@ def stage_bytes(
         given = unchanged
         # An output that is a view of an input holds as many bytes as one of its own would: while it lives, they do.
         output = bytes_of(outputs, standing)
+        stays = not output or bytes_of(filter(can_go, outputs), [*standing, *given]) < output
         own = bytes_of([*saved, *outputs], [*standing, *given])
         numbers = meter.unseen()
         kept = max(own, output)
@@ -474,6 +476,7 @@ def stage_bytes(
         movable=sum(gone),
         movable_room=sum(map(aligned, gone)),
         numbers=numbers,
+        output_stays=stays,
     )
 
 

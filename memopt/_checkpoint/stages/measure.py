@@ -509,6 +509,7 @@ def group_bytes(members: Sequence[StageBytes]) -> StageBytes:
         saved_beside_output=kept - last.saved + last.saved_beside_output,
         movable=sum(size.movable for size in members),
         movable_room=sum(size.movable_room for size in members),
+        output_stays=last.output_stays,
     )
 
 
@@ -533,7 +534,7 @@ def expand(ops: Iterable[Op], groups: Sequence[range]) -> list[Op]:
         members = groups[g]
         if op == "fck":
             out += [("fck" if k == members.start else "fnone", k) for k in members]
-        elif op == "drop_input":
+        elif op.endswith("_input"):
             out.append((op, members.start))
         else:
             for k in reversed(members) if op in ("bwd", "fetch") else members:

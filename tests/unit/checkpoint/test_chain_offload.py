@@ -93,6 +93,24 @@ def with_offload(choose: random.Random, ops: Ops, count: int) -> list[tuple]:
     return out
 
 
+def with_inputs_put(choose: random.Random, ops: list[tuple], count: int) -> list[tuple]:
+    """Some inputs are put away once their stage has run, now or a little later, and come back for its next run."""
+    out = list(ops)
+    for k in range(1, count):
+        runs = [n for n, op in enumerate(out) if op[1] == k and op[0] in ("fck", "fall")]
+        if not runs or choose.random() < 0.3:
+            continue
+        first = choose.choice(runs)
+        end = next(
+            n for n in range(first + 1, len(out)) if out[n][1] == k and out[n][0] not in ("sent", "fetch")
+        )
+        out.insert(end, ("get_input", k))
+        if choose.random() < 0.5:
+            out.insert(choose.randint(first + 1, end), ("fetch_input", k))
+        out.insert(choose.randint(first + 1, end), ("put_input", k))
+    return out
+
+
 def everything(count: int) -> list[tuple]:
     """All stages offload, and nothing runs again. The loss comes between: what is wanted at once would stay."""
     forward = [("fall", k, "offload") for k in range(count)]
@@ -106,6 +124,8 @@ def test_every_schedule_gives_the_plain_runs_bits(tmp_path: Path, written: list[
         modules = stages(choose, count)
         copies = copy.deepcopy(modules)
         ops = with_offload(choose, backward_of(choose, 0, count), count)
+        if n % 2:
+            ops = with_inputs_put(choose, ops, count)
         runner = ChainRunner(copies, ops, offload=offload(tmp_path))
         x, y = batch(seed=n), batch(seed=n)
         for way in range(3):
@@ -238,6 +258,64 @@ def test_the_file_is_made_once_and_grows_only_for_passes_that_overlap(tmp_path: 
     assert peak < most <= 2 * peak
 
 
+def boundaries(count: int) -> list[tuple]:
+    """Each stage but the first has its input away between its first run and the second."""
+    ops: list[tuple] = []
+    for k in range(count):
+        ops += [("fck", k), *[("put_input", k)] * (k > 0)]
+    ops += [("fall", count), ("bwd", count)]
+    for k in reversed(range(count)):
+        ops += [*[("get_input", k)] * (k > 0), ("fall", k), ("bwd", k)]
+    return ops
+
+
+def test_of_inputs_that_are_away_there_are_two_at_once(tmp_path: Path, written: list[int]) -> None:
+    class Told(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            live.append(meter.live // x.nbytes)
+            return x.sin()
+
+    x, seen = batch(64, 6), {}
+    kept = [op for op in boundaries(6) if not op[0].endswith("_input")]
+    for name, ops in (("kept", kept), ("away", boundaries(6))):
+        runner = ChainRunner([Told() for _ in range(6)], ops, offload=offload(tmp_path))
+        live: list[int] = []
+        meter = Meter()
+        meter.ignore([x])
+        with meter:
+            out = runner(x).sum()
+            out.backward()
+            x.grad = None
+        seen[name] = live
+    # Behind the forward pass, of stage 5 on: its input, and the gradient of its output beside it.
+    assert seen["kept"] == [0, 1, 2, 3, 4, 5, 5, 5, 4, 3, 2, 1]
+    assert seen["away"] == [0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 1]
+    assert written == [x.nbytes] * 5
+
+
+def test_an_input_that_was_changed_in_place_is_refused_or_as_it_was(tmp_path: Path) -> None:
+    class Changes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = x * 2
+            with torch.no_grad():
+                x.add_(1)
+            return out
+
+    runner = ChainRunner([nn.Tanh(), Changes(), nn.Tanh()], boundaries(3), offload=offload(tmp_path))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        runner(batch()).sum().backward()
+    # After it is put away it is another's.
+    x, y = batch(), batch()
+    runner = ChainRunner([nn.Tanh(), Thrice(), nn.Tanh()], boundaries(3), offload=offload(tmp_path))
+    given = runner.run(0, x)
+    out = runner.run(1, given)
+    with torch.no_grad():
+        given.zero_()
+    runner.run(2, out).sum().backward()
+    plain([nn.Tanh(), Thrice(), nn.Tanh()], y).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
 @pytest.mark.parametrize("used_again", [False, True])
 def test_what_changes_in_place_after_it_was_saved_is_as_it_is_without_offload(
     tmp_path: Path, used_again: bool
@@ -364,8 +442,9 @@ def test_gradients_taken_within_a_stage(tmp_path: Path) -> None:
         assert torch.equal(x.grad, y.grad)
 
 
+@pytest.mark.parametrize("inputs", [False, True])
 def test_an_exception_in_any_stage_or_at_any_write_or_read_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: bool
 ) -> None:
     calls = {"left": -1}
     disk = _C.Disk
@@ -408,6 +487,9 @@ def test_an_exception_in_any_stage_or_at_any_write_or_read_leaves_nothing_behind
         ("sent", 2),
         *everything(3)[5:],
     ]
+    if inputs:
+        ops = boundaries(3)
+        plans = plans[:10] + plans[45:]
     for kind, at, stage in plans:
         modules: list[nn.Module] = [Residual(6), Thrice(), Thrice()]
         if kind == "stage":
@@ -437,7 +519,7 @@ def test_an_exception_in_any_stage_or_at_any_write_or_read_leaves_nothing_behind
         if kind == "stage":
             modules[stage].left = -1
         next_step_is_sound(runner, modules)
-    assert happened[OSError] > 30
+    assert happened[OSError] > (6 if inputs else 30)
     assert happened[ArithmeticError] >= 3
 
 
@@ -513,6 +595,11 @@ def test_options_that_are_none_of_the_runners(tmp_path: Path, op: tuple, where: 
         ChainRunner([nn.Tanh()], [op, ("bwd", 0)], offload=offload(tmp_path) if where else None)
 
 
+def test_inputs_need_a_place_too() -> None:
+    with pytest.raises(ValueError, match="give it where to offload to"):
+        ChainRunner([nn.Tanh(), nn.Tanh()], boundaries(2))
+
+
 # ---- when copies are made --------------------------------------------------------------------------------------------
 
 
@@ -543,6 +630,32 @@ def test_copies_get_more_time_where_the_budget_leaves_room() -> None:
         ("bwd", 0),
     ]
     assert max(during) < peak <= max(during) + 6
+
+
+def test_an_inputs_copies_get_more_time_where_the_budget_leaves_room() -> None:
+    stages = [Stage(9, 2, 1.0, 1.0), *(Stage(9, 2, 1.0, 1.0, put_input_seconds=0.1) for _ in range(2))]
+    chain = Chain([*stages, Stage(1, 1, 1.0, 1.0)], 2)
+    schedule = Schedule(chain, boundaries(3))
+    during = [moment.during_bytes for moment in schedule.moments]
+    tight, peak = with_copies(schedule, during, [0] * 4, 0)
+    assert (tight, peak) == (boundaries(3), max(during))
+    loose, peak = with_copies(schedule, during, [0] * 4, 100)
+    forward = [("fck", 0), ("fck", 1), ("fck", 2), ("put_input", 1), ("fall", 3), ("put_input", 2)]
+    assert loose[:6] == forward
+    assert loose[6:] == [
+        ("fetch_input", 2),
+        ("bwd", 3),
+        ("get_input", 2),
+        ("fall", 2),
+        ("fetch_input", 1),
+        ("bwd", 2),
+        ("get_input", 1),
+        ("fall", 1),
+        ("bwd", 1),
+        ("fall", 0),
+        ("bwd", 0),
+    ]
+    assert peak == max(during) + 2
 
 
 # ---- auto_checkpoint -------------------------------------------------------------------------------------------------
@@ -579,6 +692,34 @@ def test_a_fast_disk_is_used_and_the_plan_says_so(
     with torch.no_grad():
         model(sample)
     assert not written
+
+
+def test_with_little_memory_inputs_go_instead_of_being_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shape_plans, "bandwidth", lambda *_: schedule_sets.Bandwidth(1e13, 1e13))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(64) for _ in range(12)))
+    sample, unchanged = torch.randn(2048, 64), copy.deepcopy(model)
+    with pytest.raises(InfeasibleBudget) as error:
+        memopt.auto_checkpoint(model, sample, memory_budget=1)
+    budget = int(error.value.least_budget * 1.05)
+    memopt.auto_checkpoint(model, sample, memory_budget=budget)
+    again = model.plan.schedule.seconds / model.plan.chain.plain_seconds
+    memopt.auto_checkpoint(model, sample, memory_budget=budget, to=tmp_path)
+    plan = model.plan
+    assert plan.inputs_offloaded
+    assert plan.schedule.seconds / plan.chain.plain_seconds < again - 0.1
+    assert f", and {_C.format_size(len(plan.inputs_offloaded) * sample.nbytes)} of" in str(plan)
+    assert str(plan).count("its input, offloaded") == len(plan.inputs_offloaded - plan.offloaded)
+    for _ in range(2):
+        assert live_peak(model, sample, torch.sum) <= plan.peak_bytes <= budget
+    for module in (model, unchanged):
+        module.zero_grad()
+        step(module, sample, torch.sum)
+    same(model, unchanged)
+    plan_of_a_copy = pickle.loads(pickle.dumps(plan))
+    assert plan_of_a_copy.inputs_offloaded == plan.inputs_offloaded
 
 
 def test_the_speed_of_a_disk_is_measured_once(tmp_path: Path, written: list[int]) -> None:
