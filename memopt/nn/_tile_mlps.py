@@ -53,8 +53,9 @@ def tile_mlps(model: nn.Module, *, rows: int | None = None) -> TiledMLPs:
     """Run a model's MLPs on some rows at a time, which saves what they hold of the others.
 
     An MLP takes each row (a token) by itself, so the wide results between its layers need not be there for all of a
-    long sequence at once. They are made again, tile by tile, in the backward pass: a forward pass more of the MLPs.
-    Results and gradients are the same up to rounding; those of parameters are added up in fp32.
+    long sequence at once. They are made again, tile by tile, in the backward pass: a forward pass more of the MLPs, and
+    no further one in a checkpointed block that ends with its MLP. Results and gradients are the same up to rounding;
+    those of parameters are added up in fp32.
 
     An MLP is a module of two to four linear layers, of which one is at least twice as wide as the input, and of
     functions of single elements. At its first call that each row stands for itself is checked by what torch runs. A
@@ -136,7 +137,9 @@ class TiledForward:
         if len(args) != 1 or kwargs or not self._suits(args[0]):
             return self.own(*args, **kwargs)
         self.ran = True
-        return InTiles.apply(self, args[0], *self.parameters())  # type: ignore[no-untyped-call]
+        parameters, kept = self.parameters(), Kept(args[0].requires_grad)
+        rows = Keep.apply(kept, args[0], *parameters)  # type: ignore[no-untyped-call]
+        return InTiles.apply(self, kept, rows, *parameters)  # type: ignore[no-untyped-call]
 
     def parameters(self) -> list[Tensor]:
         return [owner._parameters[name] for owner, name in self._slots()]  # type: ignore[misc]
@@ -191,13 +194,39 @@ class TiledForward:
         )
 
 
+class Kept:
+    """What a call keeps for its backward pass: input and parameters. goes_on: whether the input needs a gradient."""
+
+    def __init__(self, goes_on: bool) -> None:
+        self.goes_on = goes_on
+        self.by: Any = None  # the context of Keep
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.by.saved_tensors  # type: ignore[no-any-return]
+
+
+class Keep(torch.autograd.Function):
+    """Keeps what InTiles needs, before that runs. So a region that runs again ends here, without the MLP, where nothing
+    but its result comes after it."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Kept, x: Tensor, *parameters: Tensor) -> Tensor:
+        kept.by = ctx
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, gradient, *[None] * (len(ctx.needs_input_grad) - 2)
+
+
 class InTiles(torch.autograd.Function):
     """An MLP's rows, tile by tile; again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, mlp: TiledForward, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.mlp, ctx.cast = mlp, _cast(x.device.type)
-        ctx.save_for_backward(x, *parameters)
+    def forward(ctx: Any, mlp: TiledForward, kept: Kept, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.mlp, ctx.kept, ctx.cast = mlp, kept, _cast(x.device.type)
         made: Tensor | None = None
         done = 0
         with torch.autocast(**ctx.cast):
@@ -213,8 +242,8 @@ class InTiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        mlp, (_, goes_on, *trained) = ctx.mlp, ctx.needs_input_grad
-        x, *saved = ctx.saved_tensors
+        mlp, goes_on, trained = ctx.mlp, ctx.kept.goes_on, ctx.needs_input_grad[3:]
+        x, *saved = ctx.kept.tensors()
         parameters = [p.detach().requires_grad_(needs) for p, needs in zip(saved, trained, strict=True)]
         del saved
         of_x = x.new_empty(x.shape)
@@ -234,7 +263,7 @@ class InTiles(torch.autograd.Function):
             whole.to(p.dtype) if needs and (whole := next(each)) is not None else None
             for p, needs in zip(parameters, trained, strict=True)
         ]
-        return None, of_x if goes_on else None, *of_parameters
+        return None, None, of_x if goes_on else None, *of_parameters
 
 
 def _cast(kind: str) -> dict[str, Any]:

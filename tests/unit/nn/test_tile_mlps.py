@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import memopt
+import memopt.chain
 import memopt.nn
 from memopt._checkpoint.stages.costs import CpuBytes
 from memopt.nn._tile_mlps import takes_single_rows
@@ -258,6 +260,96 @@ def test_a_parameter_changed_before_the_backward_pass_is_told() -> None:
         model.down.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Ends(Block):
+    """Another layer needs what the MLP makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sigmoid()
+
+
+@pytest.mark.parametrize(
+    ("way", "block", "runs"),
+    [
+        ("torch's", Block, 2),
+        ("torch's", Ends, 3),
+        ("memopt's", Block, 2),
+        ("memopt's", Ends, 3),
+        ("planned", Block, 2),
+    ],
+)
+def test_in_a_checkpointed_block_it_runs_once_more_unless_its_result_is_needed(
+    way: str, block: type[Block], runs: int
+) -> None:
+    torch.manual_seed(SEED)
+    model, rows = block(Gated()), []
+    plain = copy.deepcopy(model)
+    forward = Gated.forward
+
+    def noted(mlp: Gated, x: Tensor) -> Tensor:
+        if mlp is model.mlp:
+            rows.append(len(x.flatten(0, -2)))
+        return forward(mlp, x)
+
+    x = torch.randn(2, 100, WIDTH)
+    for found in (plain, model):
+        found.zero_grad()
+    expected = gradients(plain, x)
+    Gated.forward = noted  # type: ignore[method-assign]
+    try:
+        memopt.nn.tile_mlps(model)
+        if way == "planned":
+            sample = x.clone().requires_grad_()
+            with pytest.raises(memopt.chain.InfeasibleBudget) as error:
+                memopt.auto_checkpoint(model, sample, memory_budget=1)
+            memopt.auto_checkpoint(model, sample, memory_budget=error.value.least_budget)
+            run = model
+        else:
+            checkpoint = torch.utils.checkpoint.checkpoint if way == "torch's" else memopt.checkpoint
+            run = Recomputed(model, checkpoint)
+        gradients(run, x)  # which sees that it takes single rows
+        model.zero_grad()
+        rows.clear()
+        found = gradients(run, x)
+    finally:
+        Gated.forward = forward  # type: ignore[method-assign]
+    assert sum(rows) == runs * 200
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, model: nn.Module, checkpoint: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.model, self.checkpoint = model, checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.checkpoint(self.model, x, use_reentrant=False)
+
+
+def test_only_what_needs_a_gradient_gets_one_and_the_graph_serves_twice() -> None:
+    torch.manual_seed(SEED)
+    mlp = nn.Sequential(Gated())
+    memopt.nn.tile_mlps(mlp)
+    x = torch.randn(100, WIDTH)
+    out = mlp(x)
+    weights = [*mlp.parameters()]
+    first = torch.autograd.grad(out.sum(), weights, retain_graph=True)
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    for p, one in zip(weights, first, strict=True):
+        torch.testing.assert_close(p.grad, 2 * one)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+    mlp.requires_grad_(False)
+    given = x.clone().requires_grad_()
+    mlp(given).sum().backward()
+    expected = x.clone().requires_grad_()
+    mlp[0].down(F.silu(mlp[0].gate(expected)) * mlp[0].up(expected)).sum().backward()
+    torch.testing.assert_close(given.grad, expected.grad)
+    with torch.no_grad():
+        assert mlp(x).grad_fn is None
 
 
 def test_recomputed_planned_and_stepped_in_backward() -> None:
