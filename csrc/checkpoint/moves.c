@@ -208,8 +208,8 @@ size_t mo_move_reach(const mo_move *move, size_t right)
 
 size_t mo_moves_most_steps(const mo_moves *moves)
 {
-    return (size_t)moves->chain->length +
-           5; /* running s..j-1, what is saved, dropped, put and got, two parts */
+    /* Running s..j-1, what is saved, dropped, put and got, two parts. */
+    return (size_t)moves->chain->length + 5;
 }
 
 static mo_step act(mo_op op, size_t stage, size_t option)

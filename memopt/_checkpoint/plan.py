@@ -483,11 +483,14 @@ class Plan(Result):
             return []
         size = _C.format_size
         where = "pinned memory of the host" if self.offload == "cpu" else self.offload
-        nbytes = sum(self.measured_bytes[k].movable for k in self.offloaded)
-        said = f"{size(nbytes)} of what {len(self.offloaded)} stages save is offloaded to {where}"
+        said = []
+        if sets := self.offloaded:
+            nbytes = sum(self.measured_bytes[k].movable for k in sets)
+            said.append(f"{size(nbytes)} of what {len(sets)} stages save")
         if inputs := self.inputs_offloaded:
             nbytes = sum(self.measured_bytes[k - 1].output for k in inputs)
-            said += f", and {size(nbytes)} of {len(inputs)} stages' inputs"
+            said.append(f"{size(nbytes)} of {len(inputs)} stages' inputs")
         return [
-            f"{said}, at {size(int(self.bandwidth.out))} a second and {size(int(self.bandwidth.back))} back"
+            f"{' and '.join(said) or 'nothing'} is offloaded to {where}, at "
+            f"{size(int(self.bandwidth.out))} a second and {size(int(self.bandwidth.back))} back"
         ]

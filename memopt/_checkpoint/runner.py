@@ -187,7 +187,8 @@ class Alias(NamedTuple):
     offset: int
 
 
-Value: TypeAlias = torch.Tensor | Alias | OffloadedTensor
+Kept: TypeAlias = torch.Tensor | OffloadedTensor
+Value: TypeAlias = Kept | Alias
 
 
 class SavedPlaceholder:
@@ -360,12 +361,8 @@ class ChainPass:
         self.saves = False  # there is a graph that asks for what a stage saved
         self.running = -1  # the stage that is running in the forward pass: it may take gradients of its own
         self.inputs: dict[int, list[Held]] = {}
-        self.putting: dict[
-            int, tuple[OffloadedSet, list[torch.Tensor | OffloadedTensor]]
-        ] = {}  # on their way
-        self.put: dict[
-            int, list[tuple[torch.Tensor | OffloadedTensor, bool]]
-        ] = {}  # and whether they need a grad
+        self.putting: dict[int, tuple[OffloadedSet, list[Kept]]] = {}  # on their way
+        self.put: dict[int, list[tuple[Kept, bool]]] = {}  # and whether they need a grad
         self.own: set[int] = set()
         self.saved: set[int] = set()
         self.cursor = 0  # the next operation
@@ -655,7 +652,7 @@ class ChainPass:
         unlike: list[str] = []
         count = 0
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | OffloadedTensor:
+        def pack(tensor: torch.Tensor) -> Kept:
             nonlocal count
             value: Value = tensor
             if count < len(call.saved):

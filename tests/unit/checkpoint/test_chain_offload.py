@@ -710,7 +710,8 @@ def test_with_little_memory_inputs_go_instead_of_being_made_again(
     plan = model.plan
     assert plan.inputs_offloaded
     assert plan.schedule.seconds / plan.chain.plain_seconds < again - 0.1
-    assert f", and {_C.format_size(len(plan.inputs_offloaded) * sample.nbytes)} of" in str(plan)
+    count = len(plan.inputs_offloaded)
+    assert f"{_C.format_size(count * sample.nbytes)} of {count} stages' inputs is offloaded to" in str(plan)
     assert str(plan).count("its input, offloaded") == len(plan.inputs_offloaded - plan.offloaded)
     for _ in range(2):
         assert live_peak(model, sample, torch.sum) <= plan.peak_bytes <= budget
