@@ -4,6 +4,7 @@ offload_layers moves parameters and their gradients to the host, where the optim
 estimate needs none of these values, and a host that has not the memory for them can plan for one that has. So an
 operation of such tensors gives tensors whose pages nobody touches, and writes nothing. What it would have
 written to has no known contents afterwards. In a backward pass, where no mode is on, gradients are added up for real.
+Optimizer states on a disk are not written either: their bytes are counted.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt._offload import host_parameters
 from memopt._runtime.operands import map_leaves
+from memopt.optim import _disk_states
 from memopt.optim._one_pass import OnePass
 from memopt.sim._compute import ON_HOST
 
@@ -29,11 +31,13 @@ class HostTensors:
 
     Attributes:
         peak: The most bytes that operations have made of them at once, such as an optimizer's states.
+        disk_peak: The most bytes that optimizers' states have taken of disks at once.
     """
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref[Any]] = {}
-        self._made_bytes = self.peak = 0
+        self._made_bytes = self.peak = self.disk_peak = 0
+        self._disks: weakref.WeakSet[_BlankDisk] = weakref.WeakSet()
 
     def install(self, mode: TorchDispatchMode) -> None:
         """Add what offload_layers moves to the host from now on, and leave memopt's optimizers' work on it undone.
@@ -60,7 +64,13 @@ class HostTensors:
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would touch the pages
         OnePass.step_alone = step_under_mode  # type: ignore[assignment, method-assign]
         host_parameters.cut = cut_and_add
+        _disk_states.StateFile.open = lambda *_: _BlankDisk(self)  # type: ignore[assignment, return-value, method-assign]
+        _disk_states.file_block = lambda *_: self  # type: ignore[assignment, attr-defined]
         OnePass._run = run_elsewhere  # type: ignore[assignment, method-assign]
+
+    def count_disks(self, disk: _BlankDisk) -> None:
+        self._disks.add(disk)
+        self.disk_peak = max(self.disk_peak, sum(one.nbytes for one in self._disks))
 
     def add(self, tensor: torch.Tensor) -> None:
         self._add(tensor, 0)
@@ -78,6 +88,12 @@ class HostTensors:
         self._storages[key] = weakref.ref(storage, drop)
         self._made_bytes += size
         self.peak = max(self.peak, self._made_bytes)
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor for the states of a disk that are read, as HostBlock.take()."""
+        made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+        self.add(made)
+        return made
 
     def among(self, leaves: Iterable[object]) -> bool:
         """Return whether one of these is such a tensor."""
@@ -109,6 +125,25 @@ class HostTensors:
         made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="cpu")
         self._add(made, made.untyped_storage().nbytes())
         return made
+
+
+class _BlankDisk:
+    """A disk for an optimizer's states (memopt._C.Disk) that keeps nothing, and a job of it."""
+
+    def __init__(self, host: HostTensors) -> None:
+        self._host, self.nbytes = host, 0
+
+    def reserve(self, at: int, nbytes: int) -> None:
+        self.nbytes = at + nbytes
+        self._host.count_disks(self)
+
+    def write(self, *_: object) -> _BlankDisk:
+        return self
+
+    read = write
+
+    def finish(self) -> None:
+        """Nothing is waited for."""
 
 
 def _as_meta(leaf: object) -> object:

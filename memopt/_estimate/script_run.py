@@ -278,6 +278,7 @@ class Run:
             "techniques": self._techniques.applied,
             "refused": self._techniques.refused,
             "host_bytes": memopt.sim.stats()["host_bytes_peak"] + self._made_on_host(),
+            "disk_bytes": 0 if self._values is None else self._values.host.disk_peak,
             "trained_bytes": self._trained_bytes,
             "keeps": None if self._kept is None else self._kept.names(),
             "step": None if self._step is None else self._step.segments(),

@@ -27,6 +27,7 @@ from torch._C import _profiler
 import memopt.sim
 from memopt import _C
 from memopt._estimate.step_time import HOST, WAIT, Segment
+from memopt.optim._disk_states import DiskState
 from memopt.optim._one_pass import OnePass
 from memopt.sim._compute import ON_HOST
 
@@ -83,7 +84,7 @@ class StepTrace:
         self._observation: Observation | None = None
         self._counters: list[dict[str, int]] = []  # at the step's begin, and at each mark
         self._trace: tuple[str, list[dict[str, int]]] | None = None
-        self._steps = self._depth = self._host_bytes = 0
+        self._steps = self._depth = self._host_bytes = self._disk_bytes = 0
         engine: Any = torch.autograd
         engine._engine_run_backward = self._between_marks(engine._engine_run_backward)
         os.register_at_fork(after_in_child=self._forget)
@@ -101,6 +102,7 @@ class StepTrace:
             return
         elif self._observation is not None:
             self._host_bytes += 0 if optimizer is None else _host_bytes(optimizer)
+            self._disk_bytes += 0 if optimizer is None else _disk_bytes(optimizer)
             self._mark()
             whole = len(self._counters) > 2  # there was a backward pass
             self._end(keep=whole and (self._trace is None or not self._perturbed()))
@@ -147,7 +149,7 @@ class StepTrace:
             self._counters.append(self._counts())
 
     def _counts(self) -> dict[str, int]:
-        return counters() | {"host_bytes": self._host_bytes}
+        return counters() | {"host_bytes": self._host_bytes, "disk_bytes": self._disk_bytes}
 
     def _end(self, keep: bool) -> None:
         if self._observation is not None:
@@ -170,6 +172,13 @@ def _host_bytes(optimizer: torch.optim.Optimizer) -> int:
     states = [s for p in stepped for s in optimizer.state[p].values() if isinstance(s, torch.Tensor)]
     total: int = sum(2 * s.nbytes for s in states) + sum(2 * p.nbytes + p.grad.nbytes for p in stepped)
     return total
+
+
+def _disk_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of states that a step of memopt's reads from a disk and writes to it."""
+    stepped = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    states = [s for p in stepped for s in optimizer.state[p].values() if isinstance(s, DiskState)]
+    return sum(2 * s.nbytes for s in states)
 
 
 def counters() -> dict[str, int]:

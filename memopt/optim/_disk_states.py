@@ -149,9 +149,13 @@ class StateFile:
         self._end = 0
         self._areas: dict[torch.device, tuple[_Area, _Area]] = {}
         try:
-            self.disk = _C.Disk(directory)
+            self.disk = self.open(directory)
         except OSError as error:
             raise OSError(error.errno, f"offload_states={directory!r}: {error.strerror}") from error
+
+    @staticmethod
+    def open(directory: str) -> _C.Disk:
+        return _C.Disk(directory)
 
     def reserve(self, nbytes: int) -> int:
         """Take so many bytes of the disk, and return where they begin."""

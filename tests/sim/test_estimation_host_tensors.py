@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 from estimation_children import estimate
 
+from memopt.optim._disk_states import AREA
+
 MIB = 1 << 20
 PARAMETERS = 32 * 1024 * 1025 * 4
 SCRIPT = """\
@@ -96,3 +98,33 @@ print(int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) -
     assert found["exit_status"] == 0, found["complained"]
     assert int(found["printed"].splitlines()[-1]) << 10 < 100 * MIB
     assert found["host_bytes"] >= 3 * PARAMETERS
+
+
+def test_states_on_a_disk_take_neither_the_disk_nor_the_host(tmp_path):
+    """Of 256 MiB: what is pinned for their way is two areas, and the directory is that of another machine."""
+    script = """\
+import re, torch, memopt.optim
+from torch import nn
+
+def resident():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+
+model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(32)]).cuda()
+optimizer = memopt.optim.AdamW(model.parameters(), offload_states="/no/such/disk")
+before = resident()
+for _ in range(3):
+    model(torch.ones(4, 1024, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(optimizer.memory())
+optimizer.load_state_dict(optimizer.state_dict())
+print(resident() - before)
+torch.save(optimizer.state_dict(), "saved.pt")
+"""
+    found = estimate(tmp_path, script, timed=True, rates_of="rtx3090")
+    assert found["exit_status"] == 0, found["complained"]
+    assert f"'disk': {{'states': {2 * PARAMETERS}}}" in found["printed"]
+    assert 2 * PARAMETERS <= found["disk_bytes"] <= 2.1 * PARAMETERS
+    assert 2 * AREA <= found["host_bytes"] <= 2 * AREA + MIB
+    assert sum(segment["disk_bytes"] for segment in found["step"]) == 4 * PARAMETERS
+    assert int(found["printed"].splitlines()[-1]) < 100 * MIB

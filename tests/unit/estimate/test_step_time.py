@@ -10,7 +10,7 @@ import pytest
 
 from memopt._estimate import cards
 from memopt._estimate.cards import Rates
-from memopt._estimate.step_time import HOST, HOST_RATE, QUEUE, WAIT, Segment, seconds
+from memopt._estimate.step_time import DISK_RATE, HOST, HOST_RATE, QUEUE, WAIT, Segment, seconds
 
 MADE_UP = Rates("made-up", half=100e12, tf32=50e12, single=10e12, memory=1e12, link=10e9)
 
@@ -50,6 +50,7 @@ def test_copies_beside_the_computation_count_where_they_outlast_it():
         ({"to_device": 10**9, "to_host": 10**9, "side_to_device": 10**9, "side_to_host": 10**9}, 0.0),
         ({"to_device": 3 * 10**9, "side_to_device": 3 * 10**9}, 0.2),
         ({"to_device": 10**9, "to_host": 10**9}, 0.2),
+        ({"to_device": 10**9, "side_to_device": 10**9, "disk_bytes": int(DISK_RATE / 2)}, 0.4),
     ):
         assert seconds([busy, replace(busy, **sizes)], MADE_UP) - plain == pytest.approx(more, abs=1e-4)
 
