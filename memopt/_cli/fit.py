@@ -1,13 +1,13 @@
 """Make it fit: find the changes with which an unmodified training script fits a card, on a machine without that card.
 Each plan is a run on a simulated card, as in `memopt estimate`. The plan has the lowest tier of exactness that is
 enough (free: nothing changes, another allocator; bit-equal: activations recomputed or on the host; equal to rounding:
-another optimizer's step, the loss head in chunks, gradients, states or layers on the host; other numbers: only what
---allow names), is the fastest found in that tier by a simple model of cost, and leaves out what is not needed and saves
-no time. The answer has the lines to write. The plan's file (-o, by default SCRIPT's name with .fit.json) applies it to
-the script as it is: `memopt run --fit train.fit.json train.py`. With --nproc it is for each rank of a job of
-torchrun's, by the peak of the one with the highest. Exits with 0 if the script fits, as it is or with the plan, 1 if
-nothing fits, 2 if the call was wrong, the script fails by itself, or there is nothing to report because it takes no
-step or no memory of the card."""
+another optimizer's step, the loss head in chunks, gradients, states or layers on the host, states on a disk where
+--disk names a directory; other numbers: only what --allow names), is the fastest found in that tier by a simple model
+of cost, and leaves out what is not needed and saves no time. The answer has the lines to write. The plan's file (-o, by
+default SCRIPT's name with .fit.json) applies it to the script as it is: `memopt run --fit train.fit.json train.py`.
+With --nproc it is for each rank of a job of torchrun's, by the peak of the one with the highest. Exits with 0 if the
+script fits, as it is or with the plan, 1 if nothing fits, 2 if the call was wrong, the script fails by itself, or there
+is nothing to report because it takes no step or no memory of the card."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from memopt._cli import check_writable, count_argument, size_argument
 from memopt._cli.estimate import add_script_arguments, request_of, script_of, surveyed, told
 from memopt._estimate import cards, fit, interpreters
 from memopt._estimate.request import find_batch_option
+from memopt._runtime import arguments
 from memopt._runtime.table import line_width, with_command
 
 NAME = "fit"
@@ -62,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory of the card's host, for what a plan puts there (no limit)",
     )
+    parser.add_argument(
+        "--disk",
+        metavar="DIR",
+        help="a directory on a disk, for optimizer states that the host's memory has no room for (none)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,6 +83,7 @@ def _with_batch(argv: list[str], name: str | None, size: int) -> list[str]:
 
 def _tell(options: argparse.Namespace) -> int:
     argv = script_of(options)
+    disk = None if options.disk is None else arguments.directory(options.disk, "--disk")
     if options.batch is not None:
         argv = _with_batch(argv, options.batch_option, options.batch)
     if options.gpu is None:
@@ -90,7 +97,7 @@ def _tell(options: argparse.Namespace) -> int:
     python = interpreters.find(options.python)
     with surveyed(options, request_of(options, argv, card), python, card) as survey:
         ranks = survey.highest_rank() if options.nproc else None
-        found = fit.find(survey, card, options.allow, options.exact, options.host_memory)
+        found = fit.find(survey, card, options.allow, options.exact, options.host_memory, disk)
         found.estimate.ranks = ranks
     sys.stdout.write((json.dumps(found.as_dict(), indent=2) if options.json else str(found)) + "\n")
     if found.plan is None:

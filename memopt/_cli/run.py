@@ -127,6 +127,7 @@ def _plan(options: argparse.Namespace, argv: list[str], simulated: str | None) -
         found.check_ranks(1 if place is None else place.count)
         if simulated is not None:
             found.check_card(cards.card(options.sim).usable_bytes)
+        found.check_disk()
     except ValueError as error:
         raise OSError(f"--fit: {error}") from None
     return found

@@ -28,10 +28,14 @@ from memopt._run.plan import (
     OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
     OFFLOAD_STATES,
-    OPTIONS,
     OUTPUT,
+    STATES_ON_DISK,
     STEP_IN_BACKWARD,
     TILES,
+    in_code,
+    of_optimizers,
+    options_of,
+    plain,
 )
 
 _SWITCH = {
@@ -99,19 +103,20 @@ def search_of(
     backend: str,
     runs: RunsAhead[Names, Tried | str],
     wanted: Callable[[str], bool] = lambda name: True,
+    disk: str | None = None,
 ) -> Search:
-    """Return the search among the wanted ones of the techniques that could save memory at the peak."""
-    techniques = filter(wanted, _worth_trying(found, card, backend))
+    """Return the search among the wanted ones of the techniques that could save memory at the peak. disk: a directory
+    for states."""
+    techniques = filter(wanted, _worth_trying(found, card, backend, disk))
     forecast = None
     if found.step and found.moments and found.processes is None:
         held = found.reserved_bytes[0] / found.allocated_bytes[0]
         forecast = Forecast(found.moments, found.step, card.rates, found.context_bytes, held)
-    plain = seconds(found.step, card.rates)
     needed = found.held_bytes + found.context_bytes
-    return Search(techniques, needed, card.usable_bytes, runs, plain, forecast)
+    return Search(techniques, needed, card.usable_bytes, runs, seconds(found.step, card.rates), forecast)
 
 
-def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
+def _worth_trying(found: Estimate, card: Card, backend: str, disk: str | None) -> Iterator[str]:
     # Of the allocators the one that holds the least: others take what it takes, and more.
     others = [one for one in found.backends if one.name != backend and one.reserved_bytes < found.held_bytes]
     if not found.backends and backend == "native":
@@ -121,6 +126,8 @@ def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
     if found.steps:
         yield from (FUSED, EIGHT_BITS, FOUR_BITS, FACTORED)
         yield from (OFFLOAD_STATES, OFFLOAD_GRADIENTS, STEP_IN_BACKWARD)
+        if disk is not None:
+            yield f"{STATES_ON_DISK}:{disk}"
         room = card.usable_bytes - found.context_bytes
         budget = max(1, min(int(_BUDGET * room), room - PAGES) >> 20)  # its least is taken where that is more
         yield from (f"{CHECKPOINT}:{budget << 20}", LEAST)
@@ -144,13 +151,12 @@ def in_words(
     names: Collection[str], met: Mapping[str, list[str]], keeps: Collection[str] = KEEPS
 ) -> list[str]:
     """Return what a user would write for techniques. met: by technique, what it applies to; keeps: as a plan has it."""
-    options = [name for name in OPTIONS if name in names]
+    options = of_optimizers(names)
     ordered = sorted(names, key=lambda name: (-tier_of([name]), name))
-    what = [_in_words(name, met, keeps) for name in ordered if name not in OPTIONS and name not in _SWITCH]
+    what = [_in_words(name, met, keeps) for name in ordered if name not in options and name not in _SWITCH]
     if options:
-        kinds = ", ".join(dict.fromkeys(kind for name in options for kind in met[name]))
-        given = ", ".join(f"{key}={value}" for name in options for key, value in OPTIONS[name].items())
-        what.insert(0, f"memopt.optim.{kinds}(..., {given})")
+        kinds = ", ".join(dict.fromkeys(kind for name in sorted(options) for kind in met[plain(name)]))
+        what.insert(0, f"memopt.optim.{kinds}(..., {in_code(options_of(options))})")
         if OFFLOAD_GRADIENTS in options:
             what.insert(1, "memopt.amp's clip_grad_norm_ and GradScaler, where it clips or scales")
     return what + [_SWITCH[name] for name in ordered if name in _SWITCH]

@@ -16,7 +16,7 @@ from memopt._estimate.forecast import WORKED_OUT
 from memopt._estimate.prediction import Estimate, attributed, early_in_words
 from memopt._estimate.runs_ahead import RunsAhead
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
-from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
+from memopt._estimate.step_time import DISK_RATE, HOST_RATE, LEFT_OUT, seconds
 from memopt._estimate.survey import CUDNN_WORKSPACE, NOT_MET, Survey, wanted_bytes
 from memopt._run.plan import (
     BACKENDS,
@@ -26,8 +26,10 @@ from memopt._run.plan import (
     FACTORED,
     FOUR_BITS,
     LEAST_BUDGET,
+    STATES_ON_DISK,
     Plan,
     described,
+    plain,
 )
 from memopt._runtime.table import Facts, ResultTable, room_of_a_fact, several
 
@@ -71,6 +73,7 @@ class Fit:
     failed: dict[str, str] = field(default_factory=dict)
     lines_of_least: list[dict[str, Any]] = field(default_factory=list)
     host_bytes: int = 0  # of the host's memory: pinned there, and made of what is stepped there
+    disk_bytes: int = 0  # of optimizer states on a disk
     least: int = 0  # bytes of a card, with any of the runs
     runs: int = 0
     seconds: float = 0.0  # that the runs took
@@ -93,6 +96,7 @@ class Fit:
             "tier": self.plan and self.rows[0].result,
             "margin_bytes": self.plan and self._margin(self.plan),
             "host_bytes": self.plan and self.host_bytes,
+            "disk_bytes": self.plan and self.disk_bytes,
             "runs": [asdict(row) | {"evidence": "simulated"} for row in self.rows],
             "lines": self.lines,
             "not_enough_alone": self.alone,
@@ -105,10 +109,14 @@ class Fit:
             "ranks": self.estimate.ranks,
             "covered": self.estimate.covered,
             "step_seconds": self.step_seconds or None,
-            "assumed": _assumed(self.card),
+            "assumed": _assumed(self.card, self._has_disk),
             "simulations": self.runs,
             "seconds": self.seconds,
         }
+
+    @property
+    def _has_disk(self) -> bool:
+        return any(plain(name) == STATES_ON_DISK for row in self.rows for name in row.techniques)
 
     def _margin(self, plan: Plan) -> int:
         return self.card.usable_bytes - self.estimate.context_bytes - plan.peak_bytes
@@ -127,8 +135,8 @@ class Fit:
         return str(Facts(f"{found.title} on {self.card.name}: {said}", self._facts()))
 
     def _step(self, row: Row) -> str:
-        plain = self.step_seconds
-        more = f", {row.seconds - plain:+.2f} s" if plain and row.techniques else ""
+        as_it_is = self.step_seconds
+        more = f", {row.seconds - as_it_is:+.2f} s" if as_it_is and row.techniques else ""
         return f"{row.seconds:.2f} s{more}" if row.seconds else "unknown"
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -144,7 +152,7 @@ class Fit:
                     ("> " if row.at_least else "") + size(row.peak_bytes),
                     self._step(row),
                     row.result,
-                    " + ".join(map(_plain, row.techniques)) or "as it is",
+                    " + ".join(map(plain, row.techniques)) or "as it is",
                 )
                 for row in self.rows
             ],
@@ -191,9 +199,11 @@ class Fit:
             said.append(
                 ("left over", f"{size(self._margin(plan))} beside tensors and the context at the peak")
             )
+            by = " by each rank" if self.estimate.ranks else ""
             if self.host_bytes:
-                by = " by each rank" if self.estimate.ranks else ""
                 said.append(("host", f"at most {size(self.host_bytes)} of its memory is taken{by}"))
+            if self.disk_bytes:
+                said.append(("disk", f"{size(self.disk_bytes)} of it are taken{by}"))
             said += several("to write", self.lines)
         said.append(
             ("took", f"{self.runs} simulated run{'' if self.runs == 1 else 's'}, {self.seconds:.0f} s")
@@ -202,24 +212,29 @@ class Fit:
         said += several("guesses", (f"{one['what']} at {one['where']}" for one in self.estimate.guesses))
         said += several("range", self.estimate.unknowns)
         if any(row.seconds for row in self.rows):
-            said.append(("assumed", _assumed(self.card)))
+            said.append(("assumed", _assumed(self.card, self._has_disk)))
         return said
 
 
-def _assumed(card: Card) -> str:
+def _assumed(card: Card, has_disk: bool) -> str:
     rates = card.rates
     near = "" if rates.of == card.name else f", the nearest to {card.name} by memory,"
     return (
         f"a step's seconds are a roofline of the data sheet of {rates.of}{near} and not measured: "
         f"{rates.half / 1e12:g} TFLOP/s of fp16, {rates.tf32 / 1e12:g} of TF32, {rates.single / 1e12:g} of fp32, "
         f"memory of {rates.memory / 1e9:g} GB/s, {rates.link / 1e9:g} GB/s to and from the host, "
-        f"whose own memory has {HOST_RATE / 1e9:g}; "
+        f"whose own memory has {HOST_RATE / 1e9:g}{f', and a disk of {DISK_RATE / 1e9:g}' if has_disk else ''}; "
         f"left out are {LEFT_OUT}"
     )
 
 
 def find(
-    survey: Survey, card: Card, allowed: Collection[str], exact: bool, host_memory: int | None = None
+    survey: Survey,
+    card: Card,
+    allowed: Collection[str],
+    exact: bool,
+    host_memory: int | None = None,
+    disk: str | None = None,
 ) -> Fit:
     """Find a plan for the survey's script.
 
@@ -229,25 +244,35 @@ def find(
         allowed: Techniques that change numbers, and may.
         exact: Whether all bits of the results must stay.
         host_memory: Bytes that the card's host has for what is put there; None for no limit.
+        disk: A directory on a disk for optimizer states; None for none.
 
     Raises:
         ValueError: It does not fit, and trains in processes that it starts.
         ScriptFailed: The script fails by itself, or there is nothing to tell of it.
     """
     begun = time.monotonic()
-    fit = _found(survey, card, allowed, exact, host_memory)
+    fit = _found(survey, card, allowed, exact, host_memory, disk)
     fit.runs, fit.seconds = survey.runs, time.monotonic() - begun
     return fit
 
 
-def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, host_memory: int | None) -> Fit:
+def _found(
+    survey: Survey,
+    card: Card,
+    allowed: Collection[str],
+    exact: bool,
+    host_memory: int | None,
+    disk: str | None,
+) -> Fit:
     survey.request = replace(survey.request, timed=True)
     estimate = survey.estimate(fixes=False, advise=False, lean=True)
     survey.request = replace(survey.request, keeps=estimate.keeps)
     fit = Fit(estimate, card, least=estimate.needed_bytes[1])
-    plain = Row([], estimate.allocated_bytes[1], estimate.needed_bytes[1], fit.step_seconds, TIERS[0], False)
+    as_it_is = Row(
+        [], estimate.allocated_bytes[1], estimate.needed_bytes[1], fit.step_seconds, TIERS[0], False
+    )
     if estimate.verdict == "fits":
-        fit.rows = [replace(plain, fits=True)]
+        fit.rows = [replace(as_it_is, fits=True)]
         fit.plan = _plan(survey, card, estimate, Names(), estimate.allocated_bytes[1], fit.step_seconds)
         return fit
     if estimate.processes is not None and not estimate.trained_bytes:
@@ -275,7 +300,7 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
 
     early = estimate.too_large_before_training is not None
     with RunsAhead(attempt, survey.jobs) as runs:
-        search: Search = advice.search_of(estimate, card, survey.request.backend, runs, wanted)
+        search: Search = advice.search_of(estimate, card, survey.request.backend, runs, wanted, disk)
         if early and "expandable" in search.techniques:
             # What it needs of a card is what an allocator makes of the tensors.
             search.run(Names(["expandable"]))
@@ -296,23 +321,24 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
         )
         fit.lines = advice.in_words(chosen, answer.more["techniques"], estimate.keeps)
         fit.host_bytes = _host_bytes(estimate, tried[chosen])
+        fit.disk_bytes = answer.more.get("disk_bytes", 0)
     elif not early and survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
-    shown = {frozenset(map(_plain, names)): names for names in reversed(order)}  # of several budgets the best
-    fit.rows = [_row(names, tried[names]) for names in order if names in shown.values()][:_ROWS] or [plain]
+    shown = {frozenset(map(plain, names)): names for names in reversed(order)}  # of several budgets the best
+    fit.rows = [_row(names, tried[names]) for names in order if names in shown.values()][:_ROWS] or [as_it_is]
     as_is = estimate.held_bytes + estimate.context_bytes
-    for name in dict.fromkeys(map(_plain, search.alone)):
-        budgets = [one for other, one in search.alone.items() if _plain(other) == name]
+    for name in dict.fromkeys(map(plain, search.alone)):
+        budgets = [one for other, one in search.alone.items() if plain(other) == name]
         if not any(one.fits for one in budgets):
             fit.alone[name] = as_is - min(one.needed for one in budgets)
-    fit.failed = {" + ".join(map(_plain, sorted(names))): why for names, why in search.failed.items()}
+    fit.failed = {" + ".join(map(plain, sorted(names))): why for names, why in search.failed.items()}
     if (forecast := search.forecast) is not None and not early:
-        without, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *fit.failed}
+        without, known = forecast.needed([]), {*BACKENDS, *map(plain, search.alone), *fit.failed}
         fit.worked_out = {
-            name: without - needed
-            for name in sorted(names)
-            if wanted(name) and (needed := forecast.needed([name])) > card.usable_bytes
+            plain(name): without - needed
+            for name in sorted(search.techniques)
+            if plain(name) in WORKED_OUT - known and (needed := forecast.needed([name])) > card.usable_bytes
         }
     whole = [one.needed for one in tried.values() if not _ran_out(one)]
     if fit.plan is None and order and not early:  # without a limit, of which it may have run out
@@ -327,10 +353,10 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
 _ROWS, _REASON = 5, 160  # shown: runs, and characters of why one failed
 
 
-def _host_bytes(plain: Estimate, tried: Tried) -> int:
+def _host_bytes(as_it_is: Estimate, tried: Tried) -> int:
     """Return the most bytes of the host's memory that techniques have taken in a run, beside what the script pins."""
     taken = 0 if tried.answer is None else tried.answer.more.get("host_bytes", 0)
-    return max(0, taken - plain.host_bytes)
+    return max(0, taken - as_it_is.host_bytes)
 
 
 def _with_budgets(names: Names, answer: Answer) -> Names:
@@ -381,8 +407,3 @@ def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int, 
 
 def _saving(saved: int) -> str:
     return f"{'-' if saved >= 0 else '+'}{_C.format_size(abs(saved))}" if saved else "nothing"
-
-
-def _plain(technique: str) -> str:
-    """Return a technique's name without a budget."""
-    return technique.partition(":")[0]

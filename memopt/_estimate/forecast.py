@@ -24,8 +24,10 @@ from memopt._run.plan import (
     OFFLOAD_LAYERS,
     OFFLOAD_STATES,
     OPTIONS,
+    STATES_ON_DISK,
     STEP_IN_BACKWARD,
     TILES,
+    plain,
 )
 
 PARTS = ("parameters", "gradients", "states", "temporaries", "activations", "other")
@@ -33,7 +35,7 @@ _PARAMETERS, _GRADIENTS, _STATES, _TEMPORARIES, _ACTIVATIONS, _ = range(len(PART
 Moment = list[int]  # bytes by PARTS
 
 _SHARE = {EIGHT_BITS: 1 / 4, FOUR_BITS: 1 / 8, FACTORED: 1 / 2}  # of states of 32 bits
-WORKED_OUT = {FUSED, *_SHARE, OFFLOAD_STATES, OFFLOAD_GRADIENTS, "expandable", "pool"}
+WORKED_OUT = {FUSED, *_SHARE, OFFLOAD_STATES, STATES_ON_DISK, OFFLOAD_GRADIENTS, "expandable", "pool"}
 _AGAIN = 0.02  # of a step: what MLPs take at least that run again in the backward pass
 _SPARE = 1.01  # of what is worked out: turns, codes' scales, and the allocator's blocks
 
@@ -73,7 +75,7 @@ class Forecast:
 
     def least(self, names: Iterable[str]) -> int:
         """Return bytes of a card that these techniques need at least, whatever they do to activations."""
-        names = set(names)
+        names = set(map(plain, names))
         share = _shares(names)
         if names - WORKED_OUT:
             share[_ACTIVATIONS] = 0.0
@@ -85,12 +87,12 @@ class Forecast:
         """Return bytes of a card that these techniques are likely to need: what those that were run save is added up,
         which is the most that they save together."""
         names = {*names}
-        runs, share = names - WORKED_OUT, _shares(names)
+        runs, share = {name for name in names if plain(name) not in WORKED_OUT}, _shares(names)
         if not runs <= self.alone.keys():
             return self.least(names)
-        plain = _peak(self.moments, share)
+        without = _peak(self.moments, share)
         peaks = [_peak(self.alone[name].moments, share) for name in runs]
-        together = plain - sum(plain - peak for peak in peaks)
+        together = without - sum(without - peak for peak in peaks)
         return max(int(_SPARE * together) + self.beside, self.least(names))
 
     def is_tight(self, names: Iterable[str], room: int) -> bool:
@@ -99,10 +101,10 @@ class Forecast:
 
     def seconds(self, names: Iterable[str]) -> float:
         """Return the seconds of a step; of a technique that was not run yet, the least that it can take."""
-        plain = seconds(self.step, self.rates)
+        without = seconds(self.step, self.rates)
         names = {*names}
-        runs = (known.seconds - plain for name in names if (known := self._known(name)) is not None)
-        again = _AGAIN * plain if TILES in names - self.alone.keys() else 0.0
+        runs = (known.seconds - without for name in names if (known := self._known(name)) is not None)
+        again = _AGAIN * without if TILES in names - self.alone.keys() else 0.0
         return seconds(self._step_with(names), self.rates) + sum(runs) + again
 
     def _known(self, name: str) -> Known | None:
@@ -113,8 +115,8 @@ class Forecast:
 
     def _step_with(self, names: set[str]) -> list[Segment]:
         """Return the step with one pass over parameters, gradients and states in the place of the optimizer's
-        operators, which are those after the last backward pass, and the copies of what lies on the host."""
-        names = names - self.alone.keys()
+        operators, which are those after the last backward pass, and the copies of what lies on the host or a disk."""
+        names = {plain(name) for name in names - self.alone.keys()}
         options = names & OPTIONS.keys()
         if not options and FUSED not in names:
             return self.step
@@ -123,8 +125,10 @@ class Forecast:
         share = share_of_states(names)
         moved = int((4 if FUSED in names else 3) * gradients + 2 * share * states)
         last = replace(last, operators=[], kernel_bytes=last.kernel_bytes + moved)
-        if OFFLOAD_STATES in names:
+        if names & {OFFLOAD_STATES, STATES_ON_DISK}:
             last = _copied(last, int(share * states), int(share * states))
+        if STATES_ON_DISK in names:
+            last = replace(last, disk_bytes=last.disk_bytes + int(2 * share * states))
         if OFFLOAD_GRADIENTS in names and before:
             before[-1] = _copied(before[-1], 0, gradients)
             last = _copied(last, gradients, 0)
@@ -143,12 +147,13 @@ def _copied(segment: Segment, to_device: int, to_host: int) -> Segment:
 
 def _shares(names: set[str]) -> list[float]:
     """Return what is left of each part."""
+    names = set(map(plain, names))
     left = [1.0] * len(PARTS)
     if names & {FUSED, *OPTIONS}:
         left[_TEMPORARIES] = 0.0
     if names & {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD}:
         left[_GRADIENTS] = 0.0
-    left[_STATES] = 0.0 if OFFLOAD_STATES in names else share_of_states(names)
+    left[_STATES] = 0.0 if names & {OFFLOAD_STATES, STATES_ON_DISK} else share_of_states(names)
     return left
 
 

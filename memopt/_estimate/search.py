@@ -36,8 +36,10 @@ from memopt._run.plan import (
     OFFLOAD_LAYERS,
     OFFLOAD_STATES,
     OPTIONS,
+    STATES_ON_DISK,
     STEP_IN_BACKWARD,
     TILES,
+    plain,
 )
 
 TIERS = ("free", "bit-equal", "equal to rounding", "other numbers")
@@ -54,6 +56,7 @@ _TIER = {
     MICRO_BATCHES: ROUNDING,
     OFFLOAD_GRADIENTS: ROUNDING,  # these are with memopt's optimizers in the place of torch's
     OFFLOAD_STATES: ROUNDING,
+    STATES_ON_DISK: ROUNDING,
     STEP_IN_BACKWARD: ROUNDING,
     EIGHT_BITS: OTHER,
     FOUR_BITS: OTHER,
@@ -64,6 +67,8 @@ _APART = [  # of each at most one
     {EIGHT_BITS, FOUR_BITS},
     {MICRO_BATCHES, STEP_IN_BACKWARD},
     {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD},
+    {OFFLOAD_STATES, STATES_ON_DISK},
+    {STATES_ON_DISK, STEP_IN_BACKWARD},
     {CHECKPOINT, OFFLOAD_ACTIVATIONS},
     {"expandable", "pool"},
     *({FUSED, option} for option in OPTIONS),
@@ -92,15 +97,15 @@ class Tried(NamedTuple):
 
 
 def tier_of(names: Iterable[str]) -> int:
-    """Return the tier of techniques together, by their names with or without a budget."""
-    return max((_TIER[name.partition(":")[0]] for name in names), default=FREE)
+    """Return the tier of techniques together, by their names with or without what follows them."""
+    return max((_TIER[plain(name)] for name in names), default=FREE)
 
 
 class Search:
     """A search among techniques.
 
     Args:
-        techniques: Their names, CHECKPOINT's with its budget.
+        techniques: Their names, CHECKPOINT's with its budget, STATES_ON_DISK's with its directory.
         needed: Bytes of a card that the script needs without any.
         room: Bytes of the card.
         runs: Of the script with techniques; why, where it does not run with all of them.
@@ -277,7 +282,9 @@ class Search:
         worked out of is run alone first. Layers on the host are in none, and run where nothing else fits."""
 
         def unknown(names: Names) -> list[str]:
-            return sorted(name for name in names if name not in WORKED_OUT and name not in forecast.alone)
+            return sorted(
+                name for name in names if plain(name) not in WORKED_OUT and name not in forecast.alone
+            )
 
         def order(names: Names) -> tuple[bool, float, int, bool, int]:
             time = round(forecast.seconds(names), 4)
@@ -317,7 +324,7 @@ class Search:
                     left = [names for names in left if name not in names]
                     continue
                 self.alone[name] = tried
-                if name not in WORKED_OUT and tried.answer is not None:
+                if plain(name) not in WORKED_OUT and tried.answer is not None:
                     forecast.alone[name] = Known(tried.answer.more["moments"], _seconds_of(tried))
                     if name.startswith(CHECKPOINT) and LEAST_BUDGET in tried.answer.more.get(
                         "techniques", {}
@@ -392,6 +399,6 @@ def combinations(techniques: Iterable[str]) -> Iterator[Names]:
     named = list(techniques)
     for count in range(1, len(named) + 1):
         for names in itertools.combinations(named, count):
-            plain = {name.partition(":")[0] for name in names}
-            if len(plain) == count and all(len(plain & apart) < 2 for apart in _APART):
+            kinds = {plain(name) for name in names}
+            if len(kinds) == count and all(len(kinds & apart) < 2 for apart in _APART):
                 yield Names(names)

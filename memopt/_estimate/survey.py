@@ -22,7 +22,7 @@ from memopt._estimate.request import SHORTEN, BatchOption, Request
 from memopt._estimate.runs_ahead import RunsAhead
 from memopt._estimate.search import Tried
 from memopt._estimate.step_time import seconds
-from memopt._run.plan import BACKENDS, KEEPS, named
+from memopt._run.plan import BACKENDS, KEEPS, named, plain
 from memopt._runtime.process import ChildFailed
 
 # A convolution's plan may want this much and more; torch takes one with less where it does not fit.
@@ -401,11 +401,7 @@ def wanted_bytes(answer: Answer) -> int:
 
 def _not_as_wanted(answer: Answer, techniques: list[str], found: Estimate, limited: bool) -> str:
     """Return the reason why an answer does not describe the training with these techniques, "" if it does."""
-    without = [
-        plain
-        for plain in (name.partition(":")[0] for name in techniques)
-        if plain not in answer.more["techniques"]
-    ]
+    without = [name for name in map(plain, techniques) if name not in answer.more["techniques"]]
     if answer.oom is not None:
         return "" if limited else f"it requests more than {_C.format_size(cards.NO_LIMIT)}"
     if answer.steps < found.steps:

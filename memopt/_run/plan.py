@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -18,11 +18,11 @@ from memopt import _C
 
 BACKENDS = ("native", "expandable", "pool")
 # Techniques that a script can be run with. CHECKPOINT is followed by ":" and a budget in bytes; OFFLOAD_ACTIVATIONS may
-# be followed by ":" and the bytes that stay on the device.
+# be followed by ":" and the bytes that stay on the device; STATES_ON_DISK is followed by ":" and a directory.
 FUSED, EIGHT_BITS, FOUR_BITS, CHECKPOINT = "fused", "eight bits", "four bits", "checkpoint"
 OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
 TILES = "tiles"  # of rows, of MLPs
-OFFLOAD_GRADIENTS, OFFLOAD_STATES = "offload gradients", "offload states"
+OFFLOAD_GRADIENTS, OFFLOAD_STATES, STATES_ON_DISK = "offload gradients", "offload states", "states on disk"
 STEP_IN_BACKWARD, FACTORED = "step in backward", "factored"
 # What a script may keep: gradients until the next backward pass, a model's output until its own.
 KEEPS = GRADIENTS, OUTPUT = "gradients", "output"
@@ -37,8 +37,36 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of memopt.optim's optimizers, by techn
     FACTORED: {"factored": True},
     OFFLOAD_GRADIENTS: {"offload_gradients": True},
     OFFLOAD_STATES: {"offload_states": True},
+    STATES_ON_DISK: {"offload_states": ""},  # what follows its name
     STEP_IN_BACKWARD: {"step_in_backward": True},
 }
+
+
+def plain(technique: str) -> str:
+    """Return a technique's name without what follows it."""
+    return technique.partition(":")[0]
+
+
+def of_optimizers(techniques: Iterable[str]) -> frozenset[str]:
+    """Return those of techniques that are options of memopt.optim's optimizers."""
+    return frozenset(name for name in techniques if plain(name) in OPTIONS)
+
+
+def options_of(techniques: Iterable[str]) -> dict[str, Any]:
+    """Return the options of memopt.optim's optimizers that techniques are."""
+    behind = {name: rest for name, _, rest in (one.partition(":") for one in techniques)}
+    return {
+        key: behind[name] or value
+        for name in OPTIONS
+        if name in behind
+        for key, value in OPTIONS[name].items()
+    }
+
+
+def in_code(options: Mapping[str, Any]) -> str:
+    """Return options as a call has them."""
+    written = (json.dumps(value) if isinstance(value, str) else repr(value) for value in options.values())
+    return ", ".join(f"{key}={value}" for key, value in zip(options, written, strict=True))
 
 
 @dataclass(frozen=True)
@@ -105,6 +133,18 @@ class Plan:
                 planned, given = f"{self.card_bytes} bytes", f"{usable} bytes"
             raise ValueError(_differs("a smaller card", f"at least {planned}", given))
 
+    def check_disk(self) -> None:
+        """Raise ValueError if the directory that the plan keeps states in is gone, or cannot be written to."""
+        for name in self.techniques:
+            if plain(name) == STATES_ON_DISK:
+                try:
+                    _C.Disk(directory := name.partition(":")[2])
+                except OSError as error:
+                    raise ValueError(
+                        f"the plan keeps optimizer states in {directory} ({os.strerror(error.errno or 0)}): make that "
+                        "directory, or plan again with `memopt fit --disk DIR`"
+                    ) from None
+
 
 def read(path: str) -> Plan:
     """Read a plan. Raises ValueError if the file has none, OSError if it cannot be read."""
@@ -130,6 +170,8 @@ def read(path: str) -> Plan:
 def _is_technique(name: str) -> bool:
     if name.startswith((f"{CHECKPOINT}:", f"{OFFLOAD_ACTIVATIONS}:")):
         return name.partition(":")[2].isdecimal()
+    if plain(name) == STATES_ON_DISK:
+        return os.path.isabs(name.partition(":")[2])
     return name in (FUSED, OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD, TILES, BF16, *OPTIONS)
 
 
@@ -145,6 +187,8 @@ def named(technique: str) -> str:
     name, _, size = technique.partition(":")
     if not size:
         return name
+    if name == STATES_ON_DISK:
+        return f"{name} in {size}"
     if name == OFFLOAD_ACTIVATIONS:
         return f"{name} beyond {_C.format_size(int(size))}"
     return f"{name} within {_C.format_size(int(size))}" if int(size) > 1 else f"{name} to the least"

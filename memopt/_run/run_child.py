@@ -26,7 +26,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from memopt import _C
-from memopt._run.plan import Plan
+from memopt._run.plan import Plan, plain
 from memopt._run.ranks_folder import Place
 from memopt._run.user_program import call_after_torch, run_as_main
 from memopt._runtime.table import line_width, with_command
@@ -306,7 +306,7 @@ class _Run:
         """Write what became of the plan, beside what it promised."""
         size = _C.format_size
         peaks.note()
-        missed = [name for name in plan.techniques if name.partition(":")[0] not in techniques.applied]
+        missed = [name for name in plan.techniques if plain(name) not in techniques.applied]
         lines = [f"  peak {size(peaks.allocated)} allocated, planned {size(plan.peak_bytes)}"]
         lines += self._compare_step(plan)
         if missed:

@@ -30,11 +30,13 @@ from memopt._run.plan import (
     OFFLOAD_ACTIVATIONS,
     OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
-    OPTIONS,
     OUTPUT,
     PLANNED,
     PLANNING,
     TILES,
+    of_optimizers,
+    options_of,
+    plain,
 )
 from memopt.nn._deferred_logits import DeferredLogits
 from memopt.nn._tile_mlps import TiledForward
@@ -69,9 +71,9 @@ class Techniques:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._depth = 0
-        sizes = {name: int(size or 0) for name, _, size in (one.partition(":") for one in wanted)}
-        names = {*sizes}
-        options = [name for name in OPTIONS if name in names]
+        behind = {name: rest for name, _, rest in (one.partition(":") for one in wanted)}
+        names = {*behind}
+        options = of_optimizers(wanted)
         if options:
             self._memopts_optimizers(options)
         if FUSED in names:
@@ -81,7 +83,7 @@ class Techniques:
         if LOSS_HEAD in names:
             _install_loss_head(lambda: self.applied.setdefault(LOSS_HEAD, ["cross_entropy"]))
         if names & {CHECKPOINT, OFFLOAD_ACTIVATIONS, TILES, BF16}:
-            self._around_calls(sizes)
+            self._around_calls(behind)
 
     def _met(self, technique: str, what: object) -> None:
         met, name = self.applied.setdefault(technique, []), type(what).__name__
@@ -90,7 +92,7 @@ class Techniques:
 
     # ---- optimizers -----------------------------------------------------------------------------------------------
 
-    def _memopts_optimizers(self, techniques: list[str]) -> None:
+    def _memopts_optimizers(self, techniques: Collection[str]) -> None:
         """Put memopt's optimizers in the place of torch's, with these options, and what reads gradients with them."""
         import memopt.amp
         import memopt.optim
@@ -105,17 +107,16 @@ class Techniques:
             for module in (torch.amp, torch.amp.grad_scaler):
                 module.GradScaler = memopt.amp.GradScaler  # type: ignore[misc]
 
-    def _with_options(self, ours: Any, techniques: list[str]) -> type:
+    def _with_options(self, ours: Any, techniques: Collection[str]) -> type:
         met = self._met
 
         class WithOptions(ours):  # type: ignore[misc]
             def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
                 coded = "SGD" not in ours.__name__ and not kwargs.get("amsgrad")
                 used = [name for name in techniques if coded or name not in _OF_MOMENTS]
-                options = {key: value for name in used for key, value in OPTIONS[name].items()}
-                super().__init__(params, *args, **options, **kwargs)
+                super().__init__(params, *args, **options_of(used), **kwargs)
                 for name in used:
-                    met(name, self)
+                    met(plain(name), self)
 
         WithOptions.__name__ = WithOptions.__qualname__ = ours.__name__
         return WithOptions
@@ -165,16 +166,19 @@ class Techniques:
                 self._offloaded.add(model)
                 self._met(OFFLOAD_LAYERS, model)
 
-    def _around_calls(self, names: dict[str, int]) -> None:
+    def _around_calls(self, names: dict[str, str]) -> None:
         """Wrap each outermost call of a module with gradients, which is a model's forward pass. names: of techniques,
-        with the bytes behind them.
+        with what follows them.
 
         A part of such a model that is called by itself runs again in a backward pass. Under bf16 results leave the
         call as fp32, as accelerate has them: the loss is computed outside of it.
         """
         from memopt._offload.activations import OffloadedCalls
 
-        original, offloaded = nn.Module.__call__, OffloadedCalls(names.get(OFFLOAD_ACTIVATIONS) or None)
+        original, offloaded = (
+            nn.Module.__call__,
+            OffloadedCalls(int(names.get(OFFLOAD_ACTIVATIONS) or 0) or None),
+        )
         models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         tiled: weakref.WeakSet[TiledForward] = weakref.WeakSet()
         parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -196,7 +200,7 @@ class Techniques:
                     if TILES in names:
                         tiled.update(install_tiles(module).values())
                     if CHECKPOINT in names:
-                        self._checkpoint(module, args, kwargs, names[CHECKPOINT])
+                        self._checkpoint(module, args, kwargs, int(names[CHECKPOINT]))
                 if OFFLOAD_ACTIVATIONS in names:
                     self._met(OFFLOAD_ACTIVATIONS, module)
                     around.enter_context(offloaded.of(module))

@@ -52,6 +52,18 @@ def _memory_of(device: torch.device) -> int:
     return total
 
 
+def directory(value: Any, name: str) -> str:
+    """Return an argument's absolute path. Raises ValueError where no file can be made in that directory."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name} is {shown(value)}: give the path of a directory on a disk")
+    path = os.path.abspath(os.fspath(value))
+    try:
+        _C.Disk(path)
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}") from None
+    return path
+
+
 def check_function(value: Any, name: str, of: str) -> None:
     """Raise TypeError if an argument cannot be called. of: what it is a function of, and what it returns."""
     if not callable(value):

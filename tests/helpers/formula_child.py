@@ -3,10 +3,10 @@
 Its script is a JSON file: bytes `fixed`, `each` (of one of a batch), `masks` (where all of them are selected); `kept`,
 the allocator's share beyond the tensors, by backend; `option`, the script's option for its batch, if it has one;
 `batch`, that of its own; `techniques`, what each saves that meets something in it; `slow`, those with which it takes no
-step in its time; `host`, bytes of the host's memory that they take; `moved`, bytes that a step moves on the card, by
-technique, "" for those without any; `data`, the most that there are; `each_rank`, bytes more of each rank after the
-first; `loaders`, DataLoaders that it makes; `evaluates`: where it runs out;
-`ends`: how it ends by itself; `early`: what lives before it trains; `workspace`: bytes of a workspace, if asked for."""
+step in its time; `host` and `disk`, bytes of the host's memory and of a disk that they take; `moved`, bytes that a step
+moves on the card, by technique, "" for those without any; `data`, the most that there are; `each_rank`, bytes more of
+each rank after the first; `loaders`, DataLoaders that it makes; `evaluates`: where it runs out; `ends`: how it ends by
+itself; `early`: what lives before it trains; `workspace`: bytes of a workspace, if asked for."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def estimate(asked: Request, _path: str) -> int:
         "cudnn": True,
         "techniques": met,
         "before_training": script.get("early"),
-        "host_bytes": sum(script.get("host", {}).get(name, 0) for name in met),
+        **{f"{one}_bytes": sum(script.get(one, {}).get(name, 0) for name in met) for one in ("host", "disk")},
         "guesses": [{"kind": "shape", "what": "nonzero", "where": "train.py:9", "count": 2}]
         if script["masks"]
         else [],

@@ -85,6 +85,12 @@ def printed_peak(tmp_path, **written):
             {"optimizer": "memopt.optim.AdamW", "options": ", offload_states=True"},
         ),
         (
+            "states on disk:/no:such",
+            "AdamW",
+            128,
+            {"optimizer": "memopt.optim.AdamW", "options": ", offload_states='/no:such'"},
+        ),
+        (
             "step in backward",
             "AdamW",
             128,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from memopt._C import parse_size
+from memopt._estimate.step_time import DISK_RATE
 
 SIM = None
 pytestmark = pytest.mark.sampled(1)
@@ -133,3 +134,47 @@ def test_what_a_script_does_not_allow_is_not_planned(tmp_path):
     found = json.loads(memopt(tmp_path, "fit", "--json", "--gpu", card, "train.py", status=1).stdout)
     assert "step_in_backward=True has stepped already" in found["does_not_run"]["step in backward"]
     assert found["plan"] is None and found["smallest_card"]["bytes"] > PEAK // 10 + CONTEXT
+
+
+WIDE = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(16)]).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for _ in range(3):
+    loss = model(torch.ones(4, 2048, device="cuda")).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item(), flush=True)
+"""
+
+
+def test_states_go_to_a_disk_where_the_host_has_no_room_for_them(tmp_path):
+    """Parameters and gradients are of 256 MiB each and states of 512, which pass through 256 of the host's memory."""
+    (tmp_path / "train.py").write_text(WIDE)
+    scratch = tmp_path / "scratch:1"
+    scratch.mkdir()
+    card = f"{700 + CONTEXT}MiB"
+    call = ("fit", "-f", "--json", "--gpu", card, "--host-memory", "300MiB", "train.py")
+    without = json.loads(memopt(tmp_path, *call, status=1).stdout)
+    assert "512 MiB of the host's memory" in without["does_not_run"]["offload states"]
+    found = json.loads(memopt(tmp_path, *call[:-1], "--disk", scratch, "train.py").stdout)
+    assert found["plan"]["techniques"] == [f"states on disk:{scratch}"]
+    assert 256 << 20 <= found["host_bytes"] <= 300 << 20 and 512 << 20 <= found["disk_bytes"] <= 520 << 20
+    assert found["runs"][0]["seconds"] - found["step_seconds"] == pytest.approx(
+        (1 << 30) / DISK_RATE, rel=0.1
+    )
+    plain = memopt(tmp_path, "run", "-q", "--no-record", "--sim", "24GiB", "train.py")
+    planned = memopt(tmp_path, "run", "--no-record", "--fit", "train.fit.json", "--sim", card, "train.py")
+    losses = [[float(line) for line in one.stdout.splitlines()] for one in (plain, planned)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and len(losses[0]) == 3 and len({*losses[0]}) == 3
+    peak, foreseen = map(parse_size, re.findall(r"peak (.+) allocated, planned (.+)", planned.stderr)[0])
+    assert peak == pytest.approx(foreseen, rel=0.05)
+    assert not [*scratch.iterdir()]
+    scratch.rmdir()
+    gone = memopt(tmp_path, "run", "--fit", "train.fit.json", "--sim", card, "train.py", status=2)
+    assert f"keeps optimizer states in {scratch} (No such file" in gone.stderr and not gone.stdout

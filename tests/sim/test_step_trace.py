@@ -186,6 +186,14 @@ def test_what_is_worked_out_of_the_run_is_what_the_runs_take(tmp_path):
     step = [Segment(**one) for one in plain["step"]]
     forecast = Forecast(plain["moments"], step, cards.card("t4").rates, 0, 1.0)
     assert forecast.least([]) == plain["peak_allocated"]
-    for name in ("fused", "eight bits", "four bits", "offload states", "offload gradients"):
+    several = (
+        "fused",
+        "eight bits",
+        "four bits",
+        "offload states",
+        "states on disk:/no/such",
+        "offload gradients",
+    )
+    for name in several:
         found = estimate(tmp_path, SCRIPT, steps=3, techniques=[name])
         assert _SURE <= found["peak_allocated"] / forecast.least([name]) <= 1.06, name

@@ -188,6 +188,44 @@ def test_the_hosts_memory_bounds_what_is_put_there(fit):
     assert status == 1 and "of which it may take 100 MiB" in found["does_not_run"]["offload layers"]
 
 
+def test_a_disk_has_the_states_that_the_host_has_no_room_for(fit, tmp_path, capfd):
+    """By seconds states in the host's memory come first: a disk is the slower one."""
+    saves = {"offload_states": 60, "states_on_disk": 60, "fused": 4}
+    script = {"host": {"offload states": 200 * MIB, "states on disk": 80 * MIB}}
+    script |= {"disk": {"states on disk": 200 * MIB}, "moved": {"": 10**9, "states on disk": 10**9}}
+    scratch = tmp_path / "a:b"
+    scratch.mkdir()
+    disk = ("--disk", "a:b")
+    status, found = fit(50, *disk, saves=saves, script=script)
+    assert techniques(found) == ["offload states"] and not found["disk_bytes"]
+    small = ("--host-memory", "100MiB")
+    status, found = fit(50, *small, saves=saves, script=script)
+    assert status == 1 and "200 MiB of the host's memory" in found["does_not_run"]["offload states"]
+    assert "states on disk" not in found["does_not_run"]
+    status, found = fit(50, *small, *disk, saves=saves, script=script)
+    assert status == 0 and found["plan"]["techniques"] == [f"states on disk:{scratch}"]
+    assert found["tier"] == "equal to rounding" and "and a disk of 2;" in found["assumed"]
+    assert found["host_bytes"] == 80 * MIB and found["disk_bytes"] == 200 * MIB
+    assert found["lines"] == [f'memopt.optim.AdamW(..., offload_states="{scratch}")']
+    card = str(PEAK - 50 * MIB + cards.CONTEXT)
+    assert main(["fit", "-f", "--gpu", card, *small, *disk, "train.py"]) == 0
+    said = capfd.readouterr()
+    assert (
+        "disk       200 MiB of it are taken" in said.out and f"with states on disk in {scratch}" in said.err
+    )
+    status, found = fit(50, "--host-memory", "70MiB", *disk, saves=saves, script=script)
+    assert status == 1 and "80.0 MiB of the host's memory" in found["does_not_run"]["states on disk"]
+
+
+@pytest.mark.parametrize("made", ["nothing", "a file"])
+def test_a_directory_that_is_none_is_refused_before_anything_runs(fit, made):
+    if made == "a file":
+        Path("scratch").touch()
+    status, said = fit(50, "--disk", "scratch", saves={"offload_states": 60})
+    assert status == 2 and "--disk: creating a file in" in said and "give a directory that exists" in said
+    assert not Path("train.py.requests").exists()
+
+
 def test_combinations_that_fail_alike_are_told_once():
     estimate = prediction.Estimate("train.py", prediction.SIMULATED, (1, 1), (1, 1), 1)
     failed = {"a + b + c": "no way", "d": "no other way", "a + b": "no way"}
@@ -331,6 +369,15 @@ def test_a_plan_is_for_its_number_of_ranks(fit, capfd, monkeypatch):
     assert main(run) == 2 and "ranks: planned for 3, and this is 2" in capfd.readouterr().err
 
 
+def test_a_plan_whose_directory_is_gone_names_it(planned, capfd, tmp_path):
+    scratch = tmp_path / "a:b"
+    dataclasses.replace(planned, techniques=[f"states on disk:{scratch}"]).write("a.fit.json")
+    said = refused(capfd, "train.py", "3")
+    assert f"keeps optimizer states in {scratch} (No such file or directory): make that directory" in said
+    scratch.mkdir()
+    plans.read("a.fit.json").check_disk()
+
+
 def test_arguments_that_only_look_alike_are_others(planned):
     split = dataclasses.replace(planned, arguments=["3 4"])
     with pytest.raises(ValueError, match="arguments"):
@@ -347,6 +394,8 @@ def test_arguments_that_only_look_alike_are_others(planned):
         {"techniques": "fused"},
         {"techniques": ["faster"]},
         {"techniques": ["checkpoint:much"]},
+        {"techniques": ["states on disk"]},
+        {"techniques": ["states on disk:scratch"]},
         {"backend": "other"},
     ],
 )

@@ -15,7 +15,8 @@ from memopt._estimate.runs_ahead import RunsAhead
 from memopt._estimate.search import PAGES, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import Segment
 
-NAMES = [name if name != "checkpoint" else "checkpoint:9" for name in search._TIER if name != "pool"]
+BEHIND = {"checkpoint": ":9", "states on disk": ":/a:b"}
+NAMES = [name + BEHIND.get(name, "") for name in search._TIER if name != "pool"]
 PLAIN = 1000
 FAILED = "it failed"
 
@@ -26,6 +27,7 @@ def allowed(names):
     pairs = {("eight bits", "four bits"), ("offload gradients", "step in backward")}
     pairs |= {("micro-batches", "step in backward")}
     pairs |= {("checkpoint", "offload activations")}
+    pairs |= {("offload states", "states on disk"), ("states on disk", "step in backward")}
     pairs |= {tuple(sorted(("fused", option))) for option in search.OPTIONS}
     return not pairs & {*itertools.combinations(plain, 2)}
 

@@ -13,7 +13,7 @@ from memopt._estimate.cards import Rates
 from memopt._estimate.forecast import WORKED_OUT, Forecast, Known, _peak, _shares
 from memopt._estimate.runs_ahead import RunsAhead
 from memopt._estimate.search import ALIKE, Names, Search, Tried, tier_of
-from memopt._estimate.step_time import Segment, seconds
+from memopt._estimate.step_time import DISK_RATE, Segment, seconds
 
 RATES = Rates("made-up", half=100e12, tf32=50e12, single=10e12, memory=1e12, link=10e9)
 GIB = 1 << 30
@@ -39,6 +39,8 @@ def forecast_of(moments):
         (["eight bits", "factored"], 19),
         (["bf16"], 21),
         (["offload states"], 18),
+        (["states on disk:/a:b"], 18),
+        (["states on disk:/a:b", "checkpoint:9"], 9),
         (["offload gradients", "offload states"], 14),
         (["checkpoint:9"], 21),
         (["checkpoint:9", "fused"], 17),
@@ -71,6 +73,7 @@ def test_a_steps_seconds_with_one_pass_in_the_place_of_the_optimizers_operators(
         (["fused"], 16, 0),
         (["eight bits"], 8, 0),
         (["offload states"], 14, 4 * GIB / 10e9 - 14 * GIB / 1e12),
+        (["states on disk:/a:b"], 14, 8 * GIB / DISK_RATE - 14 * GIB / 1e12),
         (["offload gradients"], 14, (2 * GIB / 10e9 - 0.1) + (2 * GIB / 10e9 - 14 * GIB / 1e12)),
     ):
         assert forecast.seconds(names) == pytest.approx(0.2 + passes * GIB / 1e12 + copies, rel=1e-3), names

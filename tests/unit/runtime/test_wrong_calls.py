@@ -202,6 +202,7 @@ fit --gpu 24GiB nosuch.py                         | 'nosuch.py'             | th
 fit --gpu 24GiB --allow 6bit train.py             | '6bit'                  | 8bit, 4bit, factored, bf16
 fit --gpu 24GiB --exact --allow 8bit train.py     | --allow                 | not allowed with argument --exact
 fit --gpu 24GiB --host-memory lots train.py       | --host-memory: 'lots'   | such as '8GiB'
+fit --gpu 24GiB --disk /no/such train.py          | --disk: creating        | give a directory that exists
 run                                               | memopt run              | name a script
 run nosuch.py                                     | nosuch.py               | there is no such script
 run --fit nosuch.json train.py                    | nosuch.json             | No such file
