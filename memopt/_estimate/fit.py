@@ -288,11 +288,7 @@ def _found(
         result = survey.attempt(estimate, card, names, on_card_first=first)
         if isinstance(result, str):
             return result
-        taken = _host_bytes(estimate, result)
-        if host_memory is not None and taken > host_memory:
-            size = _C.format_size
-            return f"it takes {size(taken)} of the host's memory, of which it may take {size(host_memory)}"
-        return result
+        return too_much_of_host(_host_bytes(estimate, result), host_memory) or result
 
     def wanted(name: str) -> bool:
         tier = tier_of([name])
@@ -348,6 +344,14 @@ def _found(
             fit.lines_of_least = seen.answer.by_line
     fit.least = min([fit.least, *whole])
     return fit
+
+
+def too_much_of_host(taken: int, host_memory: int | None) -> str:
+    """Return why a plan that takes so much of the host's memory is none, "" if it may take it."""
+    if host_memory is None or taken <= host_memory:
+        return ""
+    size = _C.format_size
+    return f"it takes {size(taken)} of the host's memory, of which it may take {size(host_memory)}"
 
 
 _ROWS, _REASON = 5, 160  # shown: runs, and characters of why one failed

@@ -84,11 +84,13 @@ def trial_copy(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> One
 
 class OnDevice(NamedTuple):
     """Bytes of an optimizer on the device. states: bytes of its states, wherever they are. besides: bytes that the
-    backward pass takes for gradients on their way to the host, and for steps within it."""
+    backward pass takes for gradients on their way to the host, and for steps within it. on_host: bytes of the host's
+    memory for states."""
 
     taken: OptimizerBytes
     states: int
     besides: int
+    on_host: int = 0
 
 
 def bytes_with(optimizer: torch.optim.Optimizer, names: Iterable[str], device: torch.device) -> OnDevice:
@@ -101,9 +103,9 @@ def bytes_with(optimizer: torch.optim.Optimizer, names: Iterable[str], device: t
     total = sum(p.nbytes for p in trained) or 1
     of_states = [states * p.nbytes // total for p in trained]
     largest = max((p.nbytes for p in trained), default=0)
-    coming, passing, besides = found.coming, found.passing, 0
+    coming, passing, besides, on_host = found.coming, found.passing, 0, 0
     if "offload_states" in options:
-        coming = []
+        coming, on_host = [], sum(map(aligned, found.coming))
     if STEP_IN_BACKWARD in {*names}:
         besides = sum(passing)
         passing = []
@@ -118,7 +120,7 @@ def bytes_with(optimizer: torch.optim.Optimizer, names: Iterable[str], device: t
         passing = [*passing, *_rooms(loads)] if any(loads) else passing
         besides = largest if leaving else 0
     blocks = sum(block_bytes(size, device) for size in found.coming)
-    return OnDevice(OptimizerBytes([], coming, passing, 0), blocks, besides)
+    return OnDevice(OptimizerBytes([], coming, passing, 0), blocks, besides, on_host)
 
 
 def trial_gradients(optimizer: torch.optim.Optimizer, names: Iterable[str], sums: bool) -> TrialGradients:

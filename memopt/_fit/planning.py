@@ -60,6 +60,7 @@ def fit(
     exact: bool = False,
     allow: Collection[str] = (),
     reads_gradients: bool = False,
+    host_memory: int | str | None = None,
 ) -> Fit:
     """Find the levers with which a training step of this model stays within a budget, on the machine at hand.
 
@@ -101,14 +102,17 @@ def fit(
             (micro-batches of a model that draws random numbers, which then draw others).
         reads_gradients: Whether the training reads gradients between backward and step: clips, scales or logs them.
             They then stay where they are.
+        host_memory: Most bytes of the host's memory that a plan takes, for what it puts there: states, gradients, what
+            stages save, layers. An int or "64GiB"; None for no limit.
 
     Returns:
         A Fit: print it. `.fits` is whether there is a plan, `.code()` the lines to write; `.apply()` carries it out.
 
     Raises:
-        ValueError: memory_budget cannot be read, or no plan can be within it, as the parameters alone take more; the
-            optimizer has other parameters than the model; the sample does not run; there is no loss; a word of `allow`
-            is unknown; the model is planned, offloaded, compiled, on several devices, or in several processes.
+        ValueError: memory_budget or host_memory cannot be read, or no plan can be within memory_budget, as the
+            parameters alone take more; the optimizer has other parameters than the model; the sample does not run;
+            there is no loss; a word of `allow` is unknown; the model is planned, offloaded, compiled, on several
+            devices, or in several processes.
         TypeError: An argument has the wrong type, such as a list of optimizers.
 
     Examples:
@@ -131,9 +135,10 @@ def fit(
     step = TrainingStep(model, optimizer, sample, loss, reduction, effective_batch)
     try:
         budget = arguments.budget(memory_budget, step.device)
+        on_host = None if host_memory is None else arguments.size(host_memory, "host_memory")
     except ValueError as error:
         raise ValueError(f"memopt.fit: {error}") from None
-    planner = Planner(step, budget, exact, {ALLOW[word] for word in allow}, reads_gradients)
+    planner = Planner(step, budget, exact, {ALLOW[word] for word in allow}, reads_gradients, on_host)
     parameters = bytes_of(model.parameters())
     if budget < parameters and OFFLOAD_LAYERS not in planner.levers:
         raise ValueError(
@@ -152,13 +157,19 @@ class Planner:
     """
 
     def __init__(
-        self, step: TrainingStep, budget: int, exact: bool, allowed: Collection[str], reads_gradients: bool
+        self,
+        step: TrainingStep,
+        budget: int,
+        exact: bool,
+        allowed: Collection[str],
+        reads_gradients: bool,
+        host_memory: int | None = None,
     ) -> None:
         self.step, self.budget, self.exact, self.allowed = step, budget, exact, allowed
         self.reads_gradients = reads_gradients
         self.refused: dict[str, str] = {}
         self.levers = [CHECKPOINT, *self._optimizer_levers(), *self._model_levers()]
-        self.prices = Prices(step, budget)
+        self.prices = Prices(step, budget, host_memory)
 
     # ---- what is in question -----------------------------------------------------------------------------------------
 
@@ -376,7 +387,10 @@ class Planner:
             one for one in self.prices.attempts.values() if one.fits and all(one is not row for row in shown)
         ]
         shown += sorted(others, key=lambda one: (self.tier(one.names), one.seconds))[: _ROWS - len(shown)]
-        least = None if chosen is not None else min(self.prices.attempts.values(), key=lambda one: one.least)
+        least = None
+        if chosen is None:
+            possible = [one for one in self.prices.attempts.values() if not one.too_much]
+            least = min(possible, key=lambda one: one.least)
         return Fit(
             step=self.step,
             memory_budget=self.budget,
@@ -386,7 +400,7 @@ class Planner:
             least_budget=0 if least is None else least.least + least.least // SPARE,
             recomputed=self._recomputed(chosen),
             chain_budget=self._chain_budget(chosen),
-            to=self.prices.to,
+            to=self.prices.to if chosen is None else self.prices.to_of(chosen),
             micro_batch_size=None
             if chosen is None or micro_batches_of(chosen.names) == 1
             else self.prices.micro_batch_size(micro_batches_of(chosen.names)),
@@ -406,6 +420,8 @@ class Planner:
             seconds=one.seconds,
             tested_seconds=one.tested_seconds,
             saved_bytes=self.prices.attempts[Names()].peak - one.peak,
+            host_bytes=one.host,
+            fails=one.too_much,
             parts={"parameters": parameters, "optimizer": one.states},
         )
 

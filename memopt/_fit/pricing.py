@@ -39,6 +39,7 @@ from memopt._checkpoint.shape_plans import (
 from memopt._checkpoint.stages.costs import StageSeconds, block_bytes, bytes_of
 from memopt._checkpoint.stages.measure import ChainMeasurement
 from memopt._checkpoint.stages.model_chain import ModelChain
+from memopt._estimate.fit import too_much_of_host
 from memopt._estimate.search import Names
 from memopt._fit import optimizers
 from memopt._fit.optimizers import OnDevice
@@ -48,6 +49,7 @@ from memopt._offload.carriers import beside
 from memopt._offload.layers import typical_layer
 from memopt._offload.model_layers import find_layers
 from memopt._offload.model_layers import nbytes as layer_bytes
+from memopt._offload.pinned_memory import aligned, pinned_bytes
 from memopt._offload.schedule_sets import Bandwidth, bandwidth
 from memopt._run.plan import (
     BF16,
@@ -81,7 +83,8 @@ class Attempt:
     """A combination of levers, with its price.
 
     in_passes, in_step: bytes at the peak of the forward and backward passes, and while the optimizer steps; least: of a
-    budget that would do. tested, tested_seconds: the most that a step took, and seconds by it; 0 if none was taken.
+    budget that would do. host: bytes of the host's memory; too_much: why these are too many. tested, tested_seconds:
+    the most that a step took, and seconds by it; 0 if none was taken.
     """
 
     names: Names
@@ -92,6 +95,8 @@ class Attempt:
     least: int
     states: int
     candidate: Candidate | None = None
+    host: int = 0
+    too_much: str = ""
     tested: int = 0
     tested_seconds: float = 0.0
 
@@ -122,14 +127,14 @@ class Whole(nn.Module):
 
 
 class Prices:
-    """The prices of combinations for one step under a budget.
+    """The prices of combinations for one step under a budget. host_memory: bytes for what they put on the host.
 
     Attributes:
         attempts: Those that were asked for.
     """
 
-    def __init__(self, step: TrainingStep, budget: int) -> None:
-        self.step, self.budget = step, budget
+    def __init__(self, step: TrainingStep, budget: int, host_memory: int | None = None) -> None:
+        self.step, self.budget, self.host_memory = step, budget, host_memory
         self.accumulates = step.batches > 1
         self.attempts: dict[Names, Attempt] = {}
         self._rooms: dict[Names, int] = {}  # of a combination that did not stand: bytes for its next attempt
@@ -241,6 +246,27 @@ class Prices:
         states = optimizer.there_bytes + sum(block_bytes(size, device) for size in optimizer.coming)
         return states + self._besides(names)
 
+    def _on_host(self, names: Names, candidate: Candidate | None) -> int:
+        """Return the bytes of the host's memory that levers take: pinned, and made of what is stepped there."""
+        if self.step.device.type != "cuda":
+            return 0
+        taken = self.beside(names).on_host
+        if candidate is not None:
+            taken += sum(candidate[0].offload_slots.values())
+        gradients = [
+            p.nbytes for g in self.step.optimizer.param_groups for p in g["params"] if p.requires_grad
+        ]
+        adds = (
+            micro_batches_of(names) * self.step.batches > 1
+        )  # what is on its way is beside what it is added to
+        if OFFLOAD_GRADIENTS in names:
+            taken += pinned_bytes([*gradients, *([max(gradients, default=0)] * 2 if adds else [])])
+        if OFFLOAD_LAYERS in names:
+            parameters = (p.nbytes for p in self.step.model.parameters())
+            taken += sum(map(aligned, (*parameters, *gradients, *(gradients if adds else ()))))
+            taken += self.beside(names).states
+        return taken
+
     def _copies(self, names: Names) -> float:
         """Return the seconds of copies between device and host in a step, as if none was hidden."""
         chosen = names & {OFFLOAD_GRADIENTS, OFFLOAD_STATES, OFFLOAD_LAYERS}
@@ -318,31 +344,43 @@ class Prices:
         if in_step <= room < in_passes <= NEAR * self.budget:
             in_passes -= self._counted_twice(names, candidate, in_passes)
         least = max(in_passes, in_step)
+        host = self._on_host(names, candidate)
+        too_much = too_much_of_host(host, self.host_memory)
         count = micro_batches_of(names) * self.step.batches
         found = Attempt(
             names,
-            least <= room,
+            least <= room and not too_much,
             in_passes,
             in_step,
             seconds * count + self._beside_passes(names),
             least + self._beyond.get(names, 0),
             fixed - self._besides(names),
             candidate,
+            host,
+            too_much,
         )
         self.attempts[names] = found
         return found
 
     def _candidate(self, names: Names, fixed: int, room: int | None) -> Candidate:
-        """Return the fastest schedule within the room, or the one that takes least. Raises InfeasibleBudget."""
-        return plan_for(
-            self._measured_with(names).costs,
-            room,
-            SLOTS,
-            beside=fixed,
-            accumulate=self._accumulates(names),
-            whose=type(self.step.model).__name__,
-            speed=None if self.to is None else self.link,
-        )
+        """Return the fastest schedule within the room, or the one that takes least; without offloading where the host
+        has too little memory for that. Raises InfeasibleBudget."""
+
+        def planned(speed: Bandwidth | None) -> Candidate:
+            return plan_for(
+                self._measured_with(names).costs,
+                room,
+                SLOTS,
+                beside=fixed,
+                accumulate=self._accumulates(names),
+                whose=type(self.step.model).__name__,
+                speed=speed,
+            )
+
+        found = planned(None if self.to is None else self.link)
+        if found[0].offload_slots and too_much_of_host(self._on_host(names, found), self.host_memory):
+            return planned(None)
+        return found
 
     def _counted_twice(self, names: Names, candidate: Candidate | None, foreseen: int) -> int:
         """Return bytes by which passes take less than was worked out; 0 where none could be run.
@@ -364,6 +402,11 @@ class Prices:
     def to(self) -> str | None:
         """The place besides the device where stages may keep what they save: "cpu", or none."""
         return "cpu" if self.step.device.type == "cuda" else None
+
+    def to_of(self, found: Attempt) -> str | None:
+        """Return that place, but none where the host's memory is limited and the schedule takes nothing of it."""
+        limited = self.host_memory is not None
+        return None if limited and found.candidate and not found.candidate[0].offload_slots else self.to
 
     def _optimizer(self, names: Names) -> OptimizerBytes:
         """Return what the optimizer takes; nothing where its parameters are on the host."""
@@ -436,7 +479,7 @@ class Prices:
             return None
         measured = self._measured_with(found.names)
         plan = found.candidate[0]
-        plan.offload = self.to
+        plan.offload = self.to_of(found)
         forwards = stage_forwards(plan, measured.chain.members, False)
         return ShapePlan(measured.shape, plan, forwards, measured.seconds, self._accumulates(found.names))
 

@@ -50,6 +50,8 @@ class Row:
         tested_seconds: The same with the passes of trial steps; 0 if none were taken.
         saved_bytes: Bytes below the peak of the step as it is.
         parts: Bytes of parameters, and of the optimizer's states on the device.
+        host_bytes: Of the host's memory: pinned there, and made of what is stepped there.
+        fails: Why these are more than host_memory; "" if they are not.
     """
 
     levers: tuple[str, ...]
@@ -61,6 +63,8 @@ class Row:
     saved_bytes: int
     parts: Mapping[str, int]
     tested_seconds: float = 0.0
+    host_bytes: int = 0
+    fails: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -127,6 +131,11 @@ class Fit(Result):
     def peak_bytes(self) -> int | None:
         """The most bytes of the device's tensors in a step by the plan, by its trial steps, or else as worked out."""
         return self.rows[0].peak_bytes if self.fits else None
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The most bytes of the host's memory that the plan's levers take, as worked out."""
+        return self.rows[0].host_bytes if self.fits else None
 
     @property
     def seconds(self) -> float | None:
@@ -283,6 +292,7 @@ class Fit(Result):
             "tier": self.tier,
             "peak_bytes": self.peak_bytes,
             "seconds": self.seconds,
+            "host_bytes": self.host_bytes,
             "levers": [asdict(lever) for lever in self.levers],
             "micro_batch_size": self.micro_batch_size,
             "rows": rows,
@@ -342,7 +352,7 @@ class Fit(Result):
     def _cells(self) -> list[tuple[str, ...]]:
         return [
             (
-                ("fits, " if row.fits else "does not fit, ") + row.evidence,
+                f"{'fits' if row.fits else 'fails' if row.fails else 'does not fit'}, {row.evidence}",
                 _C.format_size(row.peak_bytes),
                 seconds_text(row.tested_seconds or row.seconds) if row.fits else "",
                 row.tier,
@@ -358,10 +368,13 @@ class Fit(Result):
         if self.peak_bytes is not None:
             left = self.memory_budget - self.peak_bytes
             facts.append(("left over", _C.format_size(left)))
+            if self.host_bytes:
+                facts.append(("host", f"at most {_C.format_size(self.host_bytes)} of its memory is taken"))
             facts += several("with", (f"{lever.name}: {lever.does}" for lever in self.levers))
             facts += several("to write", self._lines())
         else:
             facts.append(("nothing", self._nothing()))
+        facts += several("fails", (f"with {row}: {row.fails}" for row in self.rows if row.fails))
         facts += several("not tried", (f"{name}: {reason}" for name, reason in self.refused.items()))
         facts.append(("seconds", _ASSUMED))
         return facts
@@ -370,7 +383,8 @@ class Fit(Result):
         size = _C.format_size
         return (
             f"no plan is within memory_budget, {size(self.memory_budget)}: raise it to {self.least_budget} bytes "
-            f"({size(self.least_budget)}), allow more, or use a smaller batch"
+            f"({size(self.least_budget)}), {'raise host_memory, ' if any(row.fails for row in self.rows) else ''}"
+            "allow more, or use a smaller batch"
         )
 
 

@@ -17,6 +17,7 @@ streams."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import torch
 
@@ -164,6 +165,23 @@ class PinnedPool:
         before = self.nbytes
         self._pieces = [piece for piece in self._pieces if piece[1].held()[0]]
         return before - self.nbytes
+
+
+class _CountedPool(PinnedPool):
+    """A pool that only counts what it would pin."""
+
+    def reserve(self, nbytes: int) -> bool:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        self._pieces.append((memory, _C.Ring(nbytes, ALIGNED)))
+        return True
+
+
+def pinned_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes that a pool pins for tensors of these sizes, all of which it has at the same time."""
+    pool = _CountedPool(torch.device("meta"))
+    rooms = [pool.take(size) for size in sizes]
+    del rooms
+    return pool.nbytes
 
 
 def slot_in(memory: torch.Tensor, ring: _C.Ring, nbytes: int) -> PinnedRoom | None:

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from memopt import sim
+from memopt._C import format_size
+from memopt._checkpoint.stages.costs import bytes_of
+from memopt._estimate.search import Names
 from memopt._fit.optimizers import step_seconds
 from memopt._fit.planning import Planner
 from memopt._fit.pricing import Prices
 from memopt._fit.training_step import TrainingStep
+from memopt._offload import pinned_memory
 from memopt._run.plan import BF16, OFFLOAD_LAYERS
 from tests.helpers import fit_models
 
@@ -60,3 +64,77 @@ def test_a_step_on_the_host_is_timed_there() -> None:
 def test_what_offloads_is_taken_where_it_is_needed(share: float, lever: str) -> None:
     fit, measured = fit_models.check("optimizer", share, "cuda")
     assert measured is not None and lever in fit.names
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "levers"),
+    [
+        ("optimizer", ["offload states"]),
+        ("optimizer", ["offload gradients"]),
+        ("optimizer", ["offload states", "offload gradients", "eight bits"]),
+        ("embedded", ["offload states"]),
+        ("optimizer", ["offload layers"]),
+        ("gpt", ["checkpoint"]),
+    ],
+)
+def test_what_a_plan_takes_of_the_host_is_worked_out(kind: str, levers: list[str], count: int) -> None:
+    one = fit_models.training(kind, "cuda")
+    plain = fit_models.peak_on_cuda(
+        one.standing(), lambda: fit_models.plain(fit_models.training(kind, "cuda"))
+    )
+    pinned_memory.trim()
+    before = sim.stats()["host_bytes"]
+    step = TrainingStep(one.model, one.optimizer, one.sample, one.loss, "mean", None)
+    planner = Planner(step, plain - plain // 4 if kind == "gpt" else plain, False, {}, False)
+    if count > 1:
+        levers = [*levers, f"micro-batches:{count}"]
+    chosen = planner.prices.attempt(Names(levers))
+    planner.prices.stands(chosen)
+    fit = planner._result(chosen)
+    taken = []
+    with fit.apply() as handle:
+        for _ in range(2):
+            handle.backward(*one.batch)
+            taken.append(sim.stats()["host_bytes"] - before)
+            handle.optimizer.step()
+            taken.append(sim.stats()["host_bytes"] - before)
+            handle.optimizer.zero_grad()
+        if "offload layers" in levers:  # whose states are not pinned
+            states = [s for states in one.optimizer.state.values() for s in states.values()]
+            taken.append(max(taken) + bytes_of(states))
+    assert fit.host_bytes is not None and max(taken) > 0
+    near = 1.25 if "offload layers" in levers else 1.1  # of whose gradients few wait to be added as a rule
+    assert max(taken) <= fit.host_bytes <= near * max(taken) + (1 << 16)
+
+
+def test_the_hosts_memory_bounds_what_a_plan_puts_there() -> None:
+    plain = fit_models.training("optimizer", "cuda")
+    budget = int(0.45 * fit_models.peak_on_cuda(plain.standing(), lambda: fit_models.plain(plain)))
+    free = fit_models.training("optimizer", "cuda").fit(budget)
+    assert "offload states" in free.names and free.host_bytes > 3 << 20
+    assert f"at most {format_size(free.host_bytes)} of its memory is taken" in str(free)
+    same = fit_models.training("optimizer", "cuda").fit(budget, host_memory=free.host_bytes)
+    assert same.names == free.names
+    limited = fit_models.training("optimizer", "cuda").fit(budget, host_memory=free.host_bytes - 1)
+    assert limited.names != free.names and (limited.host_bytes or 0) < free.host_bytes
+    none = fit_models.training("optimizer", "cuda").fit(budget, host_memory=0)
+    assert not none.fits and none.least_budget > budget and "raise host_memory" in str(none)
+    assert "with offload states: it takes" in str(none) and "fails, worked out" in str(none)
+    assert all(row.fails for row in none.rows if row.host_bytes) and none.as_dict()["host_bytes"] is None
+    again = fit_models.training("optimizer", "cuda").fit(none.least_budget, host_memory=0)
+    assert again.fits and again.host_bytes == 0
+
+
+def test_a_schedule_offloads_nothing_where_the_host_has_no_memory_for_it() -> None:
+    plain = fit_models.training("gpt", "cuda")
+    budget = int(0.75 * fit_models.peak_on_cuda(plain.standing(), lambda: fit_models.plain(plain)))
+    free = fit_models.training("gpt", "cuda").fit(budget, exact=True)
+    assert free.names == {"checkpoint"} and free.host_bytes > 0 and "to='cpu'" in free.code()
+    one = fit_models.training("gpt", "cuda")
+    none = one.fit(budget, exact=True, host_memory=0)
+    assert none.names == {"checkpoint"} and none.host_bytes == 0 and "to=" not in none.code()
+    before = sim.stats()["host_bytes"]
+    with none.apply() as handle:
+        assert fit_models.peak_on_cuda(one.standing(), lambda: fit_models.applied(handle, one)) <= budget
+        assert sim.stats()["host_bytes"] == before

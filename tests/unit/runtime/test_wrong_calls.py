@@ -93,6 +93,7 @@ fit(model, [adam], x, memory_budget="1GiB")                  | a list of 1      
 fit(model, adam, x, memory_budget="1GiB")                    | has no .loss              | give loss=
 fit(model, adam, x, memory_budget="1GiB", loss="mean")       | loss is 'mean'            | give a function
 fit(model, adam, x, memory_budget="some", loss=loss)         | memory_budget: 'some'     | such as '8GiB'
+fit(model, adam, x, memory_budget="1GiB", loss=loss, host_memory="lots") | host_memory: 'lots' | such as '8GiB'
 fit(model, adam, x, memory_budget="1GiB", loss=loss, allow=["6bit"]) | '6bit'            | '8bit', '4bit', 'factored'
 fit(model, adam, x, memory_budget="1GiB", loss=loss, allow="8bit")   | allow='8bit'      | expected a collection of
 fit(model, adam, x, memory_budget="1GiB", loss=loss, allow=["8bit"], exact=True) | exact=True | leave one of the two
