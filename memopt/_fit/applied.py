@@ -13,10 +13,18 @@ from torch import Tensor, nn
 
 from memopt._checkpoint.auto import auto_checkpoint, installed, run_by_plan, undo_checkpoint
 from memopt._checkpoint.shape_plans import PlanRequest
-from memopt._fit.optimizers import load_states, options_of, replaced
+from memopt._fit.optimizers import load_states, replaced
 from memopt._microbatch.backward import backward
 from memopt._offload.layers import offload_layers
-from memopt._run.plan import CHECKPOINT, FUSED, LOSS_HEAD, OFFLOAD_LAYERS, OPTIONS, TILES
+from memopt._run.plan import (
+    CHECKPOINT,
+    FUSED,
+    LOSS_HEAD,
+    OFFLOAD_LAYERS,
+    TILES,
+    of_optimizers,
+    options_of,
+)
 from memopt.nn._fuse_loss_head import fuse_loss_head
 from memopt.nn._tile_mlps import put
 
@@ -56,7 +64,7 @@ class AppliedFit:
             self._undo.callback(_move_states, step.optimizer)
             self._undo.callback(offload_layers(model).remove)
             _move_states(step.optimizer)
-        if names & {FUSED, *OPTIONS}:
+        if FUSED in names or of_optimizers(names):
             self.optimizer, undo = replaced(step.optimizer, options_of(names))
             self._undo.callback(self._take_back, undo)
         if CHECKPOINT in names:

@@ -13,10 +13,11 @@ import torch
 import memopt.optim
 from memopt._checkpoint.stages.costs import block_bytes
 from memopt._fit.trial_gradients import TrialGradients
-from memopt._offload.pinned_memory import aligned
-from memopt._run.plan import OPTIONS, STEP_IN_BACKWARD
+from memopt._offload.pinned_memory import ALIGNED, aligned
+from memopt._run.plan import STATES_ON_DISK, STEP_IN_BACKWARD, options_of, plain
 from memopt._runtime.device_clock import synchronize
 from memopt._runtime.originals import original
+from memopt.optim import _disk_states
 from memopt.optim._backward_steps import SteppedGradient
 from memopt.optim._offloaded_gradients import HostGradient
 from memopt.optim._one_pass import OWN_OPTIONS, OnePass
@@ -48,11 +49,6 @@ def counterpart_of(optimizer: torch.optim.Optimizer) -> type[OnePass]:
                 raise ValueError("it has hooks on its steps, which another optimizer would not call")
             return mine  # type: ignore[no-any-return]
     raise ValueError(f"memopt.optim has no {kind.__name__}; it has {', '.join(_KINDS)}")
-
-
-def options_of(names: Iterable[str]) -> dict[str, Any]:
-    """Return the options of memopt's optimizers that techniques are."""
-    return {key: value for name in OPTIONS if name in {*names} for key, value in OPTIONS[name].items()}
 
 
 def make(
@@ -104,8 +100,14 @@ def bytes_with(optimizer: torch.optim.Optimizer, names: Iterable[str], device: t
     of_states = [states * p.nbytes // total for p in trained]
     largest = max((p.nbytes for p in trained), default=0)
     coming, passing, besides, on_host = found.coming, found.passing, 0, 0
+    on_disk = STATES_ON_DISK in map(plain, names)
     if "offload_states" in options:
         coming, on_host = [], sum(map(aligned, found.coming))
+    if on_disk:  # through an area each way
+        area = min(on_host, _disk_states.AREA)
+        on_host = 2 * area
+        if device.type != "cuda":
+            coming, on_host = [area + ALIGNED] * 2, 0
     if STEP_IN_BACKWARD in {*names}:
         besides = sum(passing)
         passing = []
@@ -117,7 +119,15 @@ def bytes_with(optimizer: torch.optim.Optimizer, names: Iterable[str], device: t
             (aligned(p.nbytes) if leaving else 0) + (aligned(size) if "offload_states" in options else 0)
             for p, size in zip(trained, of_states, strict=True)
         ]
-        passing = [*passing, *_rooms(loads)] if any(loads) else passing
+        turn = _disk_states.DISK_TURN if on_disk else TURN
+        cut = [
+            piece
+            for load, p, size in zip(loads, trained, of_states, strict=True)
+            for piece in _pieces(load, p.nbytes + size if on_disk else load, turn)
+        ]
+        passing = [*passing, *_rooms(cut, turn)] if cut else passing
+        if "offload_states" in options:  # the first step makes them on the device, a parameter's at a time
+            passing = max(passing, [max(of_states, default=0)], key=sum)
         besides = largest if leaving else 0
     blocks = sum(block_bytes(size, device) for size in found.coming)
     return OnDevice(OptimizerBytes([], coming, passing, 0), blocks, besides, on_host)
@@ -140,13 +150,18 @@ def trial_gradients(optimizer: torch.optim.Optimizer, names: Iterable[str], sums
 
 
 def _room(load: int) -> int:
-    return load if load <= TURN else 2 * TURN
+    return load if load <= TURN else max(load, 2 * TURN)
 
 
-def _rooms(loads: Sequence[int]) -> list[int]:
+def _pieces(load: int, whole: int, turn: int) -> list[int]:
+    """Return the bytes that come for each piece of a parameter, of whose `whole` bytes a piece has a turn's."""
+    piece = load * turn // whole if whole > turn else load
+    return [*[piece] * (load // piece), *filter(None, [load % piece])] if piece else []
+
+
+def _rooms(cut: Sequence[int], turn: int) -> list[int]:
     """Return the bytes of the two rooms of a step in turns (memopt.optim._turns.Turns)."""
-    cut = [piece for load in loads for piece in [*[TURN] * (load // TURN), load % TURN] if piece]
-    most, left = min(TURN, max(cut)), 0
+    most, left = min(turn, max(cut)), 0
     turns: list[int] = []
     for load in cut:
         if load > left:

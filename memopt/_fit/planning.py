@@ -6,6 +6,7 @@ been found. The chosen one is tested by a step; where it takes more than was wor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from typing import Any
@@ -36,9 +37,12 @@ from memopt._run.plan import (
     OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
     OFFLOAD_STATES,
-    OPTIONS,
+    STATES_ON_DISK,
     STEP_IN_BACKWARD,
     TILES,
+    of_optimizers,
+    options_of,
+    plain,
 )
 from memopt._runtime import arguments
 from memopt.nn._fuse_loss_head import fuse_loss_head
@@ -61,17 +65,18 @@ def fit(
     allow: Collection[str] = (),
     reads_gradients: bool = False,
     host_memory: int | str | None = None,
+    disk: str | os.PathLike[str] | None = None,
 ) -> Fit:
     """Find the levers with which a training step of this model stays within a budget, on the machine at hand.
 
     In question are: a schedule by which stages are kept, recomputed or offloaded (memopt.auto_checkpoint), with what
-    the other levers leave of the budget; memopt's optimizer in one pass, with its gradients or states on the host, or
-    with its steps in the backward pass; the loss head in chunks (memopt.nn.fuse_loss_head); MLPs some rows at a time
-    (memopt.nn.tile_mlps); layers on the host (memopt.offload_layers); and micro-batches with the gradients of the whole
-    batch (memopt.backward). Of the plans that fit those come first that change nothing, then those with bit-equal
-    results, then those equal to rounding; of one tier the fastest, without a lever that it does not need. The learning
-    rate and the effective batch are never changed, and the dtype only where `allow` has "bf16". What offloads needs a
-    CUDA device.
+    the other levers leave of the budget; memopt's optimizer in one pass, with its gradients or states on the host, its
+    states on a disk where `disk` names a directory, or with its steps in the backward pass; the loss head in chunks
+    (memopt.nn.fuse_loss_head); MLPs some rows at a time (memopt.nn.tile_mlps); layers on the host
+    (memopt.offload_layers); and micro-batches with the gradients of the whole batch (memopt.backward). Of the plans
+    that fit those come first that change nothing, then those with bit-equal results, then those equal to rounding; of
+    one tier the fastest, without a lever that it does not need. The learning rate and the effective batch are never
+    changed, and the dtype only where `allow` has "bf16". What offloads to the host needs a CUDA device.
 
     Nothing is changed yet: parameters, gradients, buffers, random states and the optimizer are left as they are.
     `.apply()` changes them, and what it returns can undo that.
@@ -104,15 +109,17 @@ def fit(
             They then stay where they are.
         host_memory: Most bytes of the host's memory that a plan takes, for what it puts there: states, gradients, what
             stages save, layers. An int or "64GiB"; None for no limit.
+        disk: A directory on a disk, for optimizer states that the host's memory has no room for. How fast it is is
+            measured there.
 
     Returns:
         A Fit: print it. `.fits` is whether there is a plan, `.code()` the lines to write; `.apply()` carries it out.
 
     Raises:
-        ValueError: memory_budget or host_memory cannot be read, or no plan can be within memory_budget, as the
-            parameters alone take more; the optimizer has other parameters than the model; the sample does not run;
-            there is no loss; a word of `allow` is unknown; the model is planned, offloaded, compiled, on several
-            devices, or in several processes.
+        ValueError: memory_budget or host_memory cannot be read, or no file can be made in `disk`; no plan can be within
+            memory_budget, as the parameters alone take more; the optimizer has other parameters than the model; the
+            sample does not run; there is no loss; a word of `allow` is unknown; the model is planned, offloaded,
+            compiled, on several devices, or in several processes.
         TypeError: An argument has the wrong type, such as a list of optimizers.
 
     Examples:
@@ -136,9 +143,12 @@ def fit(
     try:
         budget = arguments.budget(memory_budget, step.device)
         on_host = None if host_memory is None else arguments.size(host_memory, "host_memory")
+        directory = None if disk is None else arguments.directory(disk, "disk")
     except ValueError as error:
         raise ValueError(f"memopt.fit: {error}") from None
-    planner = Planner(step, budget, exact, {ALLOW[word] for word in allow}, reads_gradients, on_host)
+    planner = Planner(
+        step, budget, exact, {ALLOW[word] for word in allow}, reads_gradients, on_host, directory
+    )
     parameters = bytes_of(model.parameters())
     if budget < parameters and OFFLOAD_LAYERS not in planner.levers:
         raise ValueError(
@@ -164,9 +174,10 @@ class Planner:
         allowed: Collection[str],
         reads_gradients: bool,
         host_memory: int | None = None,
+        disk: str | None = None,
     ) -> None:
         self.step, self.budget, self.exact, self.allowed = step, budget, exact, allowed
-        self.reads_gradients = reads_gradients
+        self.reads_gradients, self.disk = reads_gradients, disk
         self.refused: dict[str, str] = {}
         self.levers = [CHECKPOINT, *self._optimizer_levers(), *self._model_levers()]
         self.prices = Prices(step, budget, host_memory)
@@ -176,12 +187,12 @@ class Planner:
     def _wanted(self, name: str, reason: Callable[[], str]) -> bool:
         """Return whether a lever is in question; if not, note why."""
         if self.exact and tier_of([name]) > BIT_EQUAL:
-            self.refused[name] = "exact=True"
+            self.refused[plain(name)] = "exact=True"
         elif tier_of([name]) == OTHER and name not in self.allowed:
             word = next(word for word, allowed in ALLOW.items() if allowed == name)
             self.refused[name] = f"changes results: allow={{{word!r}}}"
         elif why := reason():
-            self.refused[name] = why
+            self.refused[plain(name)] = why
         else:
             return True
         return False
@@ -191,6 +202,7 @@ class Planner:
         for name in (
             FUSED,
             OFFLOAD_STATES,
+            *([] if self.disk is None else [f"{STATES_ON_DISK}:{self.disk}"]),
             OFFLOAD_GRADIENTS,
             STEP_IN_BACKWARD,
             EIGHT_BITS,
@@ -209,10 +221,10 @@ class Planner:
                     kind = optimizers.counterpart_of(optimizer)
                     if name == FUSED and isinstance(optimizer, OnePass):
                         return "it is already"
-                    optimizers.trial_copy(optimizer, optimizers.options_of([name]))
+                    optimizers.trial_copy(optimizer, options_of([name]))
                 except (ValueError, TypeError) as error:
                     return str(error)
-                options = OPTIONS.get(name, {}).items()
+                options = options_of([name]).items()
                 if options and all(
                     group.get(key) == value for group in optimizer.param_groups for key, value in options
                 ):
@@ -454,4 +466,4 @@ def _several(count: int) -> str:
 
 def _goes_together(names: Names) -> bool:
     """Return whether levers add to each other: an optimizer that steps on the host takes nothing of the device."""
-    return OFFLOAD_LAYERS not in names or not names & {FUSED, *OPTIONS}
+    return OFFLOAD_LAYERS not in names or not (FUSED in names or of_optimizers(names))

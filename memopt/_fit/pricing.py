@@ -63,9 +63,11 @@ from memopt._run.plan import (
     OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
     OFFLOAD_STATES,
-    OPTIONS,
+    STATES_ON_DISK,
     STEP_IN_BACKWARD,
     TILES,
+    of_optimizers,
+    plain,
 )
 from memopt._runtime.log import logger
 from memopt.chain import InfeasibleBudget
@@ -208,7 +210,7 @@ class Prices:
 
     def beside(self, names: Names) -> OnDevice:
         """Return what the optimizer takes on the device."""
-        chosen = Names(names & {FUSED, *OPTIONS})
+        chosen = of_optimizers(names) | names & {FUSED}
         if chosen not in self._beside:
             optimizer, device = self.step.optimizer, self.step.device
             if chosen:
@@ -268,22 +270,23 @@ class Prices:
         return taken
 
     def _copies(self, names: Names) -> float:
-        """Return the seconds of copies between device and host in a step, as if none was hidden."""
-        chosen = names & {OFFLOAD_GRADIENTS, OFFLOAD_STATES, OFFLOAD_LAYERS}
-        if not chosen:
-            return 0.0
+        """Return the seconds of copies between device and host, or a disk, in a step, as if none was hidden."""
+        seconds = 0.0
+        for directory in (name.partition(":")[2] for name in names if plain(name) == STATES_ON_DISK):
+            disk, states = bandwidth(directory, self.step.device), self.beside(names).states
+            seconds += states / disk.out + states / disk.back
+        if not names & {OFFLOAD_GRADIENTS, OFFLOAD_STATES, OFFLOAD_LAYERS}:
+            return seconds
         there, back = 1 / self.link.out, 1 / self.link.back
         parameters = bytes_of(self.step.model.parameters())
         gradients = bytes_of(
             p for g in self.step.optimizer.param_groups for p in g["params"] if p.requires_grad
         )
-        states = self.beside(names).states
         count = micro_batches_of(names) * self.step.batches
-        seconds = 0.0
         if OFFLOAD_GRADIENTS in names:
             seconds += count * gradients * (there + back)
         if OFFLOAD_STATES in names:
-            seconds += states * (there + back)
+            seconds += self.beside(names).states * (there + back)
         if OFFLOAD_LAYERS in names:
             seconds += count * (2 * parameters * back + gradients * there)
         return seconds
@@ -291,7 +294,7 @@ class Prices:
     def step_seconds(self, names: Names) -> float:
         """Return the seconds of the optimizer's step, without copies; on the host where the parameters are there."""
         chosen = Names(names & {FUSED, EIGHT_BITS, FOUR_BITS, FACTORED, STEP_IN_BACKWARD, OFFLOAD_LAYERS})
-        if names & {*OPTIONS} and not chosen:
+        if of_optimizers(names) and not chosen:
             chosen = Names({FUSED})
         if chosen not in self._step_seconds:
             most = min(optimizers.TIMED, self.budget // 16)

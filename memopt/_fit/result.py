@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memopt import _C
 from memopt._estimate.search import TIERS, Names, tier_of
-from memopt._fit.optimizers import counterpart_of, options_of
+from memopt._fit.optimizers import counterpart_of
 from memopt._fit.training_step import TrainingStep
 from memopt._run.plan import (
     BF16,
@@ -17,8 +17,10 @@ from memopt._run.plan import (
     LOSS_HEAD,
     MICRO_BATCHES,
     OFFLOAD_LAYERS,
-    OPTIONS,
     TILES,
+    in_code,
+    of_optimizers,
+    options_of,
 )
 from memopt._runtime.results import Result
 from memopt._runtime.table import Facts, Html, ResultTable, paragraphs, seconds_text, several
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 _COLOURS = {"parameters": "#334f9f", "optimizer": "#29a58f", "the rest": "#cf432a"}
 _ASSUMED = (
     "seconds are of an optimizer's step with its passes: of stages measured on this machine, of a copy of the optimizer"
-    ", and of copies between device and host at a measured rate, as if none was hidden"
+    ", and of copies between device and host, or a disk, at measured rates, as if none was hidden"
 )
 
 
@@ -164,7 +166,7 @@ class Fit(Result):
         if name == CHECKPOINT:
             some, of = self.recomputed
             return f"{some} of {of} stages run again{' or are offloaded' if self.to else ''}"
-        if name in (FUSED, *OPTIONS):
+        if name == FUSED or of_optimizers([name]):
             return f"memopt.optim.{counterpart_of(self.step.optimizer).__name__}"
         if name.startswith(MICRO_BATCHES):
             return f"at most {self.micro_batch_size} of {self.step.samples} samples at a time"
@@ -187,6 +189,7 @@ class Fit(Result):
                 memory_budget's bytes. Or layers are offloaded, whose stages are planned now, and the model takes more
                 than it did. Nothing has changed.
             ValueError: The model runs by a plan already, or modules of it were replaced since. Nothing has changed.
+            OSError: The plan's disk has no room for the optimizer's states, or is gone. Nothing has changed.
         """
         if not self.fits:
             raise InfeasibleBudget(f"memopt.fit: {self._nothing()}", self.least_budget)
@@ -208,10 +211,10 @@ class Fit(Result):
         if OFFLOAD_LAYERS in names:
             lines.append("memopt.offload_layers(model)")
             lines.append("optimizer.load_state_dict(optimizer.state_dict())  # its states go to the host")
-        if names & {FUSED, *OPTIONS}:
+        if FUSED in names or of_optimizers(names):
             kind = counterpart_of(step.optimizer).__name__
             options = options_of(names)
-            given = "".join(f", {key}={value}" for key, value in options.items())
+            given = f", {in_code(options)}" if options else ""
             groups = "optimizer.param_groups"
             if isinstance(step.optimizer, OnePass):
                 groups = f"[group | {options!r} for group in optimizer.param_groups]"

@@ -187,9 +187,8 @@ class StateFile:
     def areas(self, device: torch.device, nbytes: int) -> tuple[_Area, _Area]:
         """Return pinned memory for so many bytes that pass, or for as many as may."""
         held = self._areas[device][0].nbytes if device in self._areas else 0
-        if held < min(nbytes, AREA):
+        if (size := min(nbytes, AREA)) > held:
             self._areas.pop(device, None)  # before others are taken
-            size = min(max(nbytes, 2 * held), AREA)
             self._areas[device] = _Area(device, size), _Area(device, size)
         return self._areas[device]
 

@@ -14,6 +14,7 @@ import memopt
 from memopt._checkpoint.stages.costs import CpuBytes, bytes_of, tensors_in, workspace_bytes
 from memopt._demo.tasks import GPT, make_cnn
 from memopt._run.plan import OFFLOAD_LAYERS
+from memopt.optim import _disk_states, _turns
 
 STEPS = 3
 
@@ -137,6 +138,14 @@ def training(kind: str, device: str = "cpu", optimizer: Any = torch.optim.AdamW)
     else:
         sample = tuple(part.to(device) for part in sample)
     return Training(kind, model, optimizer(model.parameters(), lr=1e-3), sample, loss)
+
+
+def small_areas(monkeypatch: Any) -> None:
+    """Have states of models as small as these pass through little memory on their way to a disk, in several turns."""
+    for module in (_disk_states, _turns):
+        monkeypatch.setattr(module, "DISK_TURN", 1 << 19)
+    monkeypatch.setattr(_disk_states, "CHUNK", 1 << 16)
+    monkeypatch.setattr(_disk_states, "AREA", 1 << 18)
 
 
 def peak_on_cpu(standing: list[Tensor], steps: Callable[[], object]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from memopt import sim
 from memopt._C import format_size
 from memopt._checkpoint.stages.costs import bytes_of
 from memopt._estimate.search import Names
+from memopt._fit import optimizers
 from memopt._fit.optimizers import step_seconds
 from memopt._fit.planning import Planner
 from memopt._fit.pricing import Prices
 from memopt._fit.training_step import TrainingStep
 from memopt._offload import pinned_memory
 from memopt._run.plan import BF16, OFFLOAD_LAYERS
+from memopt.optim import _turns
 from tests.helpers import fit_models
 
 SIM = {"memory": "1GiB"}
@@ -76,9 +79,16 @@ def test_what_offloads_is_taken_where_it_is_needed(share: float, lever: str) -> 
         ("embedded", ["offload states"]),
         ("optimizer", ["offload layers"]),
         ("gpt", ["checkpoint"]),
+        ("optimizer", ["states on disk:/tmp"]),
+        ("embedded", ["states on disk:/tmp", "offload gradients"]),
     ],
 )
-def test_what_a_plan_takes_of_the_host_is_worked_out(kind: str, levers: list[str], count: int) -> None:
+@pytest.mark.parametrize("areas", ["small", "large"])
+def test_what_a_plan_takes_of_the_host_is_worked_out(
+    kind: str, levers: list[str], count: int, areas: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if areas == "small":
+        fit_models.small_areas(monkeypatch)
     one = fit_models.training(kind, "cuda")
     plain = fit_models.peak_on_cuda(
         one.standing(), lambda: fit_models.plain(fit_models.training(kind, "cuda"))
@@ -91,6 +101,7 @@ def test_what_a_plan_takes_of_the_host_is_worked_out(kind: str, levers: list[str
         levers = [*levers, f"micro-batches:{count}"]
     chosen = planner.prices.attempt(Names(levers))
     planner.prices.stands(chosen)
+    pinned_memory.trim()  # of what measured a disk's rate
     fit = planner._result(chosen)
     taken = []
     with fit.apply() as handle:
@@ -106,6 +117,33 @@ def test_what_a_plan_takes_of_the_host_is_worked_out(kind: str, levers: list[str
     assert fit.host_bytes is not None and max(taken) > 0
     near = 1.25 if "offload layers" in levers else 1.1  # of whose gradients few wait to be added as a rule
     assert max(taken) <= fit.host_bytes <= near * max(taken) + (1 << 16)
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "embedded"])
+@pytest.mark.parametrize(
+    "levers",
+    [
+        ["states on disk:/tmp"],
+        ["states on disk:/tmp", "offload gradients"],
+        ["states on disk:/tmp", "eight bits"],
+        ["offload states"],
+    ],
+)
+def test_states_in_small_turns_take_what_was_worked_out(
+    levers: list[str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the embedding are more than two turns', and its first step makes them on the device."""
+    fit_models.small_areas(monkeypatch)
+    for module in (optimizers, _turns):
+        monkeypatch.setattr(module, "TURN", 1 << 19)
+    one = fit_models.training(kind, "cuda")
+    step = TrainingStep(one.model, one.optimizer, one.sample, one.loss, "mean", None)
+    planner = Planner(step, 1 << 28, False, {}, False)
+    fit = planner._result(planner.prices.attempt(Names(levers)))
+    assert fit.peak_bytes is not None
+    with fit.apply() as handle:
+        measured = fit_models.peak_on_cuda(one.standing(), lambda: fit_models.applied(handle, one))
+    assert abs(fit.peak_bytes - measured) <= 0.02 * measured
 
 
 def test_the_hosts_memory_bounds_what_a_plan_puts_there() -> None:
@@ -124,6 +162,29 @@ def test_the_hosts_memory_bounds_what_a_plan_puts_there() -> None:
     assert all(row.fails for row in none.rows if row.host_bytes) and none.as_dict()["host_bytes"] is None
     again = fit_models.training("optimizer", "cuda").fit(none.least_budget, host_memory=0)
     assert again.fits and again.host_bytes == 0
+
+
+def test_a_disk_has_the_states_that_the_host_has_no_room_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fit_models.small_areas(monkeypatch)
+    disk = tmp_path / "a:b"
+    disk.mkdir()
+    share, name = 0.58, f"states on disk:{disk}"
+    fit, _ = fit_models.check("optimizer", share, "cuda", disk=disk)
+    assert fit.names == {"offload states"}  # which is the faster one
+    fit, _ = fit_models.check("optimizer", share, "cuda", host_memory="1MiB")
+    assert not fit.fits
+    fit, measured = fit_models.check("optimizer", share, "cuda", host_memory="1MiB", disk=disk)
+    assert measured is not None and fit.names == {name} and fit.tier == "equal to rounding"
+    assert fit.host_bytes == 1 << 19
+    alone = {row.levers: row for row in fit.rows}
+    assert fit.seconds > alone["offload states",].seconds and alone["offload states",].fails
+    assert f'memopt.optim.AdamW(optimizer.param_groups, offload_states="{disk}")' in fit.code()
+    assert not [*disk.iterdir()]
+    disk.rmdir()
+    with pytest.raises(OSError, match="creating a file in"):
+        fit.apply()
 
 
 def test_a_schedule_offloads_nothing_where_the_host_has_no_memory_for_it() -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,6 +196,24 @@ def assert_lines_do_what_apply_does(fit: Any, one: Training, two: Training) -> N
         names["optimizer"].step()
         names["optimizer"].zero_grad()
         assert torch.equal(found, wanted), fit.code()
+
+
+def test_states_of_a_model_on_the_cpu_go_to_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What they pass through is of the same memory; the host's is no other one."""
+    fit_models.small_areas(monkeypatch)
+    options = {"reads_gradients": True, "host_memory": 0}  # no steps in the backward pass
+    fit, _ = fit_models.check("optimizer", 0.65, "cpu", **options)
+    assert not fit.fits and "states on disk" not in fit.refused
+    fit, measured = fit_models.check("optimizer", 0.65, "cpu", disk=tmp_path, **options)
+    assert measured is not None and fit.names == {f"states on disk:{tmp_path}"} and fit.host_bytes == 0
+    assert not [*tmp_path.iterdir()]
+    one = training("optimizer")
+    assert_lines_do_what_apply_does(
+        one.fit(fit.memory_budget, disk=tmp_path, **options), one, training("optimizer")
+    )
+    other = training("optimizer", optimizer=torch.optim.Adagrad)
+    assert "no Adagrad" in other.fit(1 << 30, disk=tmp_path).refused["states on disk"]
+    assert training("gpt").fit(1 << 30, disk=tmp_path, exact=True).refused["states on disk"] == "exact=True"
 
 
 def test_the_lines_to_write_do_what_apply_does() -> None:

@@ -94,6 +94,8 @@ fit(model, adam, x, memory_budget="1GiB")                    | has no .loss     
 fit(model, adam, x, memory_budget="1GiB", loss="mean")       | loss is 'mean'            | give a function
 fit(model, adam, x, memory_budget="some", loss=loss)         | memory_budget: 'some'     | such as '8GiB'
 fit(model, adam, x, memory_budget="1GiB", loss=loss, host_memory="lots") | host_memory: 'lots' | such as '8GiB'
+fit(model, adam, x, memory_budget="1GiB", loss=loss, disk="/no/such") | disk: creating a | directory that exists
+fit(model, adam, x, memory_budget="1GiB", loss=loss, disk=3) | disk is 3 | give the path of a directory
 fit(model, adam, x, memory_budget="1GiB", loss=loss, allow=["6bit"]) | '6bit'            | '8bit', '4bit', 'factored'
 fit(model, adam, x, memory_budget="1GiB", loss=loss, allow="8bit")   | allow='8bit'      | expected a collection of
 fit(model, adam, x, memory_budget="1GiB", loss=loss, allow=["8bit"], exact=True) | exact=True | leave one of the two
