@@ -104,14 +104,17 @@ def search_of(
     runs: RunsAhead[Names, Tried | str],
     wanted: Callable[[str], bool] = lambda name: True,
     disk: str | None = None,
+    host_memory: int | None = None,
 ) -> Search:
     """Return the search among the wanted ones of the techniques that could save memory at the peak. disk: a directory
-    for states."""
+    for states; host_memory: bytes of the host's for what is put there."""
     techniques = filter(wanted, _worth_trying(found, card, backend, disk))
     forecast = None
     if found.step and found.moments and found.processes is None:
         held = found.reserved_bytes[0] / found.allocated_bytes[0]
         forecast = Forecast(found.moments, found.step, card.rates, found.context_bytes, held)
+        if host_memory is not None:
+            forecast.host_memory = host_memory
     needed = found.held_bytes + found.context_bytes
     return Search(techniques, needed, card.usable_bytes, runs, seconds(found.step, card.rates), forecast)
 

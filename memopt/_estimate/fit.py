@@ -296,7 +296,9 @@ def _found(
 
     early = estimate.too_large_before_training is not None
     with RunsAhead(attempt, survey.jobs) as runs:
-        search: Search = advice.search_of(estimate, card, survey.request.backend, runs, wanted, disk)
+        search: Search = advice.search_of(
+            estimate, card, survey.request.backend, runs, wanted, disk, host_memory
+        )
         if early and "expandable" in search.techniques:
             # What it needs of a card is what an allocator makes of the tensors.
             search.run(Names(["expandable"]))
@@ -330,6 +332,9 @@ def _found(
             fit.alone[name] = as_is - min(one.needed for one in budgets)
     fit.failed = {" + ".join(map(plain, sorted(names))): why for names, why in search.failed.items()}
     if (forecast := search.forecast) is not None and not early:
+        for name in search.techniques:
+            if name not in search.alone and (why := too_much_of_host(forecast.host([name]), host_memory)):
+                fit.failed.setdefault(plain(name), why)
         without, known = forecast.needed([]), {*BACKENDS, *map(plain, search.alone), *fit.failed}
         fit.worked_out = {
             plain(name): without - needed

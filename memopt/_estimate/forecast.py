@@ -64,6 +64,7 @@ class Forecast:
         beside: Bytes that the card must have beside tensors.
         held: The allocator's memory at the peak, as a multiple of the tensors'.
         alone: Runs with one technique, by its name.
+        host_memory: Bytes of the host's memory that techniques may take.
     """
 
     moments: list[Moment]
@@ -72,6 +73,7 @@ class Forecast:
     beside: int
     held: float
     alone: dict[str, Known] = field(default_factory=dict)
+    host_memory: float = math.inf
 
     def least(self, names: Iterable[str]) -> int:
         """Return bytes of a card that these techniques need at least, whatever they do to activations."""
@@ -94,6 +96,21 @@ class Forecast:
         peaks = [_peak(self.alone[name].moments, share) for name in runs]
         together = without - sum(without - peak for peak in peaks)
         return max(int(_SPARE * together) + self.beside, self.least(names))
+
+    def host(self, names: Iterable[str]) -> int:
+        """Return bytes of the host's memory that these techniques need at least, for what they put there."""
+        names = set(map(plain, names))
+        goes = {
+            _PARAMETERS: OFFLOAD_LAYERS in names,
+            _GRADIENTS: bool(names & {OFFLOAD_LAYERS, OFFLOAD_GRADIENTS}),
+            _STATES: bool(names & {OFFLOAD_LAYERS, OFFLOAD_STATES}) and STATES_ON_DISK not in names,
+        }
+        share = {_STATES: share_of_states(names)}
+        return sum(
+            int(share.get(part, 1.0) * max(moment[part] for moment in self.moments))
+            for part, there in goes.items()
+            if there
+        )
 
     def is_tight(self, names: Iterable[str], room: int) -> bool:
         """Return whether it hangs on how little the allocator holds beside tensors."""

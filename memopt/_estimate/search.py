@@ -211,8 +211,12 @@ class Search:
         return best
 
     def could_fit(self, names: Names) -> bool:
-        """Return whether no forecast says that techniques cannot fit."""
-        return self.forecast is None or _SURE * self.forecast.least(names) <= self._room
+        """Return whether no forecast says that techniques cannot fit, or take too much of the host's memory."""
+        forecast = self.forecast
+        return forecast is None or (
+            _SURE * forecast.least(names) <= self._room
+            and _SURE * forecast.host(names) <= forecast.host_memory
+        )
 
     def _could(self, names: Names) -> bool:
         return bool(names) and self.could_fit(names)
@@ -297,7 +301,9 @@ class Search:
             )
 
         techniques = [name for name in self.techniques if name != OFFLOAD_LAYERS]
-        left = [names for names in combinations(techniques) if tier_of(names) == tier]
+        left = [
+            names for names in combinations(techniques) if tier_of(names) == tier and self.could_fit(names)
+        ]
         tries = 0
         while tries < _LIKELY:
             likely = (names for names in left if forecast.needed(names) <= self._room)

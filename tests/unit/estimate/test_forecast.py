@@ -53,6 +53,27 @@ def test_the_fullest_moment_without_what_is_taken_away(names, least):
     assert forecast_of([[1000 * one for one in row] for row in MOMENTS]).least(names) == 1000 * least + 100
 
 
+@pytest.mark.parametrize(
+    ("names", "host"),
+    [
+        (["fused"], 0),
+        (["offload states"], 8),
+        (["offload states", "eight bits"], 2),
+        (["states on disk:/a:b", "offload gradients"], 4),
+        (["offload gradients", "offload states"], 12),
+        (["offload layers"], 16),
+        (["offload layers", "states on disk:/a:b"], 8),
+    ],
+)
+def test_what_is_put_on_the_host_takes_its_memory(names, host):
+    forecast = forecast_of([[1000 * one for one in row] for row in MOMENTS])
+    assert forecast.host(names) == 1000 * host
+    search = Search(names, 10**6, 10**6, RunsAhead(lambda chosen: FAILED), 0.3, forecast)
+    for limit in (1000 * host, 900 * host):
+        forecast.host_memory = limit
+        assert search.could_fit(names) == (limit == 1000 * host)
+
+
 def test_what_runs_with_one_technique_save_is_added_up_but_no_more_than_there_is():
     """Activations of 9 become 5 with one and 6 with the other; then 1 and 2."""
     thousands = [[1000 * one for one in row] for row in MOMENTS]
