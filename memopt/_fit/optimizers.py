@@ -93,7 +93,9 @@ def bytes_with(optimizer: torch.optim.Optimizer, names: Iterable[str], device: t
     """Return what memopt's optimizer with these techniques takes."""
     options = options_of(names)
     placed = {"offload_states", *HOOKING}
-    found = foretold(trial_copy(optimizer, {k: v for k, v in options.items() if k not in placed}))
+    trial = trial_copy(optimizer, {k: v for k, v in options.items() if k not in placed})
+    found = foretold(trial)
+    is_cut = trial._is_elementwise and not any(group.get("factored") for group in trial.param_groups)
     states = sum(found.coming)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     total = sum(p.nbytes for p in trained) or 1
@@ -123,7 +125,7 @@ def bytes_with(optimizer: torch.optim.Optimizer, names: Iterable[str], device: t
         cut = [
             piece
             for load, p, size in zip(loads, trained, of_states, strict=True)
-            for piece in _pieces(load, p.nbytes + size if on_disk else load, turn)
+            for piece in _pieces(load, (p.nbytes + size if on_disk else load) * is_cut, turn)
         ]
         passing = [*passing, *_rooms(cut, turn)] if cut else passing
         if "offload_states" in options:  # the first step makes them on the device, a parameter's at a time
@@ -154,7 +156,8 @@ def _room(load: int) -> int:
 
 
 def _pieces(load: int, whole: int, turn: int) -> list[int]:
-    """Return the bytes that come for each piece of a parameter, of whose `whole` bytes a piece has a turn's."""
+    """Return the bytes that come for each piece of a parameter, of whose `whole` bytes a piece has a turn's; 0 of one
+    that is not cut."""
     piece = load * turn // whole if whole > turn else load
     return [*[piece] * (load // piece), *filter(None, [load % piece])] if piece else []
 

@@ -143,7 +143,7 @@ def training(kind: str, device: str = "cpu", optimizer: Any = torch.optim.AdamW)
 def small_areas(monkeypatch: Any) -> None:
     """Have states of models as small as these pass through little memory on their way to a disk, in several turns."""
     for module in (_disk_states, _turns):
-        monkeypatch.setattr(module, "DISK_TURN", 1 << 19)
+        monkeypatch.setattr(module, "DISK_TURN", 1 << 17)
     monkeypatch.setattr(_disk_states, "CHUNK", 1 << 16)
     monkeypatch.setattr(_disk_states, "AREA", 1 << 18)
 

@@ -18,7 +18,7 @@ from memopt._fit.planning import Planner
 from memopt._fit.pricing import Prices
 from memopt._fit.training_step import TrainingStep
 from memopt._offload import pinned_memory
-from memopt._run.plan import BF16, OFFLOAD_LAYERS
+from memopt._run.plan import BF16, OFFLOAD_LAYERS, options_of
 from memopt.optim import _turns
 from tests.helpers import fit_models
 
@@ -119,6 +119,29 @@ def test_what_a_plan_takes_of_the_host_is_worked_out(
     assert max(taken) <= fit.host_bytes <= near * max(taken) + (1 << 16)
 
 
+@pytest.mark.parametrize("levers", [["factored"], ["offload gradients", "factored"]], ids=" + ".join)
+def test_a_parameter_that_is_not_cut_has_a_turn_of_its_own(
+    levers: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Averages of rows and columns are of all elements."""
+    fit_models.small_areas(monkeypatch)
+    one = fit_models.training("optimizer", "cuda")
+    levers = [*levers, f"states on disk:{tmp_path}"]
+    passing = optimizers.bytes_with(one.optimizer, levers, torch.device("cuda", 0)).taken.passing
+    mine, undo = optimizers.replaced(one.optimizer, options_of(levers))
+    for _ in range(2):
+        one.compute(*one.batch).backward()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        mine.step()
+        torch.cuda.synchronize()
+        taken = torch.cuda.max_memory_allocated() - before
+        mine.zero_grad()
+    undo()
+    assert abs(sum(passing) - taken) <= 0.05 * taken
+
+
 @pytest.mark.parametrize("kind", ["optimizer", "embedded"])
 @pytest.mark.parametrize(
     "levers",
@@ -126,7 +149,9 @@ def test_what_a_plan_takes_of_the_host_is_worked_out(
         ["states on disk:/tmp"],
         ["states on disk:/tmp", "offload gradients"],
         ["states on disk:/tmp", "eight bits"],
+        ["states on disk:/tmp", "factored"],
         ["offload states"],
+        ["offload states", "factored"],
     ],
 )
 def test_states_in_small_turns_take_what_was_worked_out(
@@ -135,11 +160,13 @@ def test_states_in_small_turns_take_what_was_worked_out(
     """Those of the embedding are more than two turns', and its first step makes them on the device."""
     fit_models.small_areas(monkeypatch)
     for module in (optimizers, _turns):
-        monkeypatch.setattr(module, "TURN", 1 << 19)
+        monkeypatch.setattr(module, "TURN", 1 << 17)
     one = fit_models.training(kind, "cuda")
     step = TrainingStep(one.model, one.optimizer, one.sample, one.loss, "mean", None)
     planner = Planner(step, 1 << 28, False, {}, False)
-    fit = planner._result(planner.prices.attempt(Names(levers)))
+    chosen = planner.prices.attempt(Names(levers))
+    planner.prices.stands(chosen)
+    fit = planner._result(chosen)
     assert fit.peak_bytes is not None
     with fit.apply() as handle:
         measured = fit_models.peak_on_cuda(one.standing(), lambda: fit_models.applied(handle, one))
