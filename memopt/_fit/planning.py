@@ -109,8 +109,7 @@ def fit(
             They then stay where they are.
         host_memory: Most bytes of the host's memory that a plan takes, for what it puts there: states, gradients, what
             stages save, layers. An int or "64GiB"; None for no limit.
-        disk: A directory on a disk, for optimizer states that the host's memory has no room for. How fast it is is
-            measured there.
+        disk: A directory on a disk, for optimizer states that the host's memory has no room for. Its rate is measured.
 
     Returns:
         A Fit: print it. `.fits` is whether there is a plan, `.code()` the lines to write; `.apply()` carries it out.

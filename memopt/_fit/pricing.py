@@ -258,9 +258,8 @@ class Prices:
         gradients = [
             p.nbytes for g in self.step.optimizer.param_groups for p in g["params"] if p.requires_grad
         ]
-        adds = (
-            micro_batches_of(names) * self.step.batches > 1
-        )  # what is on its way is beside what it is added to
+        # What is on its way is beside what it is added to:
+        adds = micro_batches_of(names) * self.step.batches > 1
         if OFFLOAD_GRADIENTS in names:
             taken += pinned_bytes([*gradients, *([max(gradients, default=0)] * 2 if adds else [])])
         if OFFLOAD_LAYERS in names:
@@ -460,6 +459,7 @@ class Prices:
                 in_passes=plan.predicted_bytes,
                 seconds=found.seconds - (earlier.schedule.seconds - plan.schedule.seconds) * count,
                 candidate=candidate,
+                host=self._on_host(names, candidate),
             )
             self._is_within(faster)
             tested.append(faster)

@@ -175,10 +175,8 @@ class Techniques:
         """
         from memopt._offload.activations import OffloadedCalls
 
-        original, offloaded = (
-            nn.Module.__call__,
-            OffloadedCalls(int(names.get(OFFLOAD_ACTIVATIONS) or 0) or None),
-        )
+        original = nn.Module.__call__
+        offloaded = OffloadedCalls(int(names.get(OFFLOAD_ACTIVATIONS) or 0) or None)
         models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         tiled: weakref.WeakSet[TiledForward] = weakref.WeakSet()
         parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
