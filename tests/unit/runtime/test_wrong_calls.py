@@ -71,6 +71,7 @@ memopt.offload_activations(model)                            | a Sequential is n
 memopt.offload_activations("a lot")                          | min_size: 'a lot'         | such as '8GiB'
 memopt.offload_activations(host_memory=-1)                   | host_memory: -1           | 0 or more bytes
 memopt.offload_activations(to="gpu")                         | 'gpu'                     | a directory on a disk
+memopt.offload_activations(to="8bit", in_flight=1)           | to="8bit" makes none      | leave them out
 memopt.offload_layers(x)                                     | model is a Tensor         | torch.nn.Module
 memopt.offload_layers(model, layers=["nope"])                | 'nope'                    | model.named_modules() lists
 memopt.offload_layers(model, to="/no/such") | to='/no/such' | expected 'cpu', or a directory
