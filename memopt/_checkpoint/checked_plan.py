@@ -27,7 +27,7 @@ from memopt._checkpoint.stages.costs import (
     workspace_bytes,
 )
 from memopt._checkpoint.stages.measure import ChainMeasurement, Crossing, expand, group, passing
-from memopt._offload.schedule_sets import OPTION, Bandwidth
+from memopt._offload.schedule_sets import OPTION, Bandwidth, CodingSpeed
 from memopt._runtime import device_clock
 from memopt._runtime.log import logger
 from memopt.chain import Chain, InfeasibleBudget, Op, Option, Schedule, Stage
@@ -49,7 +49,7 @@ def chain_stage(name: str, size: StageBytes, time: StageSeconds, speed: Bandwidt
 
     To keep only its output takes, for a while, the memory of what the other way saves. The chain counts that overhead
     for the stage's own way, so saving everything is a separate option where it takes less. Offloading what the stage
-    alone holds, at that speed, is another.
+    alone holds, or keeping it in 8 bits, at that speed, is another.
     """
     own = Stage(
         saved_bytes=size.saved,
@@ -75,7 +75,10 @@ def chain_stage(name: str, size: StageBytes, time: StageSeconds, speed: Bandwidt
                 own.remake_seconds,
             )
         )
-    if speed is not None and size.movable:
+    if isinstance(speed, CodingSpeed):
+        if size.codable:
+            options.append(coded(size, time, speed, own.remake_seconds))
+    elif speed is not None and size.movable:
         stays = max(size.saved - size.movable, size.output)
         goes = size.saved - stays  # it is there while the stage runs, either way
         options.append(
@@ -90,6 +93,21 @@ def chain_stage(name: str, size: StageBytes, time: StageSeconds, speed: Bandwidt
             )
         )
     return replace(own, options=tuple(options))
+
+
+def coded(size: StageBytes, time: StageSeconds, speed: CodingSpeed, remake_seconds: float | None) -> Option:
+    """Return the option of keeping in 8 bits what the stage alone holds: it is all there until the stage has run, and
+    comes back storage by storage."""
+    stays = max(size.saved - size.codable, size.output) + size.codes
+    return Option(
+        OPTION,
+        stays,
+        speed.forward(time.full_forward, size.codes),
+        speed.backward(time.backward, size.codes),
+        max(0, size.saved - stays + max(size.forward_overhead, size.coding_overhead)),
+        size.late_overhead,
+        remake_seconds,
+    )
 
 
 class ChainCosts(NamedTuple):

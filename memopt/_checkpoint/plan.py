@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
-from memopt._offload.schedule_sets import OPTION
+from memopt._offload.schedule_sets import OPTION, CodingSpeed
 from memopt._runtime.results import Result
 from memopt._runtime.table import ResultTable, paragraphs
 from memopt.chain import Chain, Op, Option, Schedule, Stage, Table
@@ -22,7 +22,7 @@ REST = "(rest of the model)"
 SLOTS = 500  # of a budget, for the solver
 SAVING = "save"  # the option of a stage to save everything
 RUNS = {"fall": "all", "fck": "its input", "fnone": "nothing"}
-_AWAY = "all, offloaded"
+_AWAY, _CODED = "all, offloaded", "all, in 8 bits"
 _HEADS = ("stage", "saves", "output", "forward", "backward", "runs", "at first keeps")
 
 
@@ -173,7 +173,7 @@ def keep_all(chain: Chain) -> Schedule:
 
 
 def with_copies(
-    schedule: Schedule, during: Sequence[int], nbytes: Sequence[int], memory_budget: int
+    schedule: Schedule, during: Sequence[int], nbytes: Sequence[int] | None, memory_budget: int
 ) -> tuple[list[Op], int]:
     """The operations for the runner, with the times of the copies of offloaded sets; and the peak.
 
@@ -182,7 +182,7 @@ def with_copies(
     comes after the next stage's run, and "fetch" before the backward of the stage behind it. So they overlap with those
     too. Options of no concern to the runner are left out.
 
-    during: bytes that are there at each operation. nbytes: of each stage's set.
+    during: bytes that are there at each operation. nbytes: of each stage's set; None where nothing is copied.
     """
     ops, there = schedule.ops, list(during)
     before: defaultdict[int, list[Op]] = defaultdict(list)
@@ -197,7 +197,7 @@ def with_copies(
         return fits
 
     for at, (op, k, *option) in enumerate(ops):
-        if op != "fall" or option != [OPTION]:
+        if op != "fall" or option != [OPTION] or nbytes is None:
             continue
         end = next(n for n in range(at, len(ops)) if ops[n][:2] in (("bwd", k), ("drop_saved", k)))
         following = next((n for n in range(at + 1, end) if ops[n][0] in RUNS), None)
@@ -298,7 +298,7 @@ class Plan(Result):
         self.operations, peak = with_copies(
             schedule,
             around.during(schedule),
-            [size.movable for size in sizes],
+            None if isinstance(bandwidth, CodingSpeed) else [size.movable for size in sizes],
             memory_budget - fixed_bytes,
         )
         self.predicted_bytes = self.peak_bytes = fixed_bytes + peak
@@ -377,9 +377,10 @@ class Plan(Result):
     def _first_keeps(self) -> dict[int, str]:
         """Return the tensors' treatment in each stage's first run: kept, dropped or offloaded."""
         first: dict[int, str] = {}
+        away = _CODED if isinstance(self.bandwidth, CodingSpeed) else _AWAY
         for op, k, *option in self.schedule.ops:
             if op in RUNS:
-                first.setdefault(k, _AWAY if option == [OPTION] else RUNS[op])
+                first.setdefault(k, away if option == [OPTION] else RUNS[op])
         return first
 
     def as_dict(self) -> dict[str, Any]:
@@ -457,10 +458,19 @@ class Plan(Result):
     def _of_offload(self) -> list[str]:
         if self.offload is None or self.bandwidth is None:
             return []
-        size = _C.format_size
+        size, rates = _C.format_size, [_C.format_size(int(one)) for one in self.bandwidth]
+        if isinstance(self.bandwidth, CodingSpeed):
+            nbytes, codes = (
+                sum(getattr(self.measured_bytes[k], name) for k in self.offloaded)
+                for name in ("codable", "codes")
+            )
+            return [
+                f"{size(nbytes)} of what {len(self.offloaded)} stages save is kept in 8 bits, as {size(codes)}, of "
+                f"which {rates[0]} are coded and {rates[1]} decoded in a second; gradients change by that"
+            ]
         nbytes = sum(self.measured_bytes[k].movable for k in self.offloaded)
         where = "pinned memory of the host" if self.offload == "cpu" else self.offload
         return [
             f"{size(nbytes)} of what {len(self.offloaded)} stages save is offloaded to {where}, at "
-            f"{size(int(self.bandwidth.out))} a second and {size(int(self.bandwidth.back))} back"
+            f"{rates[0]} a second and {rates[1]} back"
         ]

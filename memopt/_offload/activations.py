@@ -18,7 +18,6 @@ flight."""
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import threading
 import warnings
@@ -44,6 +43,8 @@ from memopt._offload.transfers import (
     can_go,
     disk_space,
     give_up,
+    uses_by_one,
+    uses_of,
 )
 from memopt._runtime import arguments
 
@@ -309,19 +310,6 @@ class SavedWrapper:
 
 
 # ---- storages of a pass ----------------------------------------------------------------------------------------------
-
-
-def uses_of(storage: int) -> int:
-    """Return the number of C++ references to a storage; its Python object, once it exists, counts as torch counts
-    it."""
-    return int(torch._C._storage_Use_Count(storage))  # type: ignore[attr-defined]
-
-
-@functools.cache
-def uses_by_one() -> int:
-    """Return uses_of() for a storage that one tensor holds."""
-    tensor = torch.empty(1)
-    return uses_of(tensor.untyped_storage()._cdata)
 
 
 class SavedStorage:

@@ -37,6 +37,13 @@ def code_bytes(nbytes: int, dtype: torch.dtype) -> int:
     return -(-nbytes // size // BLOCK) * (BLOCK + size)
 
 
+def work_bytes(nbytes: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes that coding a storage takes besides its codes, while it runs; decoding takes half."""
+    blocks = code_bytes(nbytes, dtype) // (BLOCK + dtype.itemsize)
+    most: int = min(blocks, PIECE.get(device.type, PIECE_ELSEWHERE) // BLOCK)
+    return 2 * 4 * BLOCK * most
+
+
 class Codes:
     """The codes of a flat tensor, made by the present stream."""
 

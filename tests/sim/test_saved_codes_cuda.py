@@ -9,7 +9,9 @@ import torch
 
 import memopt
 from memopt import sim
+from memopt._checkpoint import shape_plans
 from memopt._offload.codes import PIECE
+from memopt._offload.schedule_sets import CodingSpeed
 from tests.helpers.small_gpt import SmallGPT, next_token_loss, sentences
 
 SIM = {"memory": "1GiB"}
@@ -91,6 +93,32 @@ def test_the_peak_on_the_card_is_about_half() -> None:
 
     plain, less = peak(), peak(memopt.offload_activations("64KiB", to="8bit"))
     assert less < 0.55 * plain
+
+
+def test_a_plan_codes_within_its_budget_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape_plans, "bandwidth", lambda *_: CodingSpeed(1e13, 1e13))
+    torch.manual_seed(0)
+    model, x = SmallGPT(width=128, depth=8).to(CUDA), sentences(16).to(CUDA)
+    step(model, x)
+    model.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    step(model, x)
+    model.zero_grad()
+    budget = int(0.7 * torch.cuda.max_memory_allocated())
+    memopt.auto_checkpoint(
+        model,
+        x,
+        memory_budget=budget,
+        loss=lambda out: next_token_loss(out, x),
+        to="8bit",
+        keeps_output=False,
+    )
+    assert model.plan.offloaded and "in 8 bits" in str(model.plan)
+    for _ in range(2):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        step(model, x)
+        assert torch.cuda.max_memory_allocated() <= budget
 
 
 def test_coding_takes_little_besides() -> None:

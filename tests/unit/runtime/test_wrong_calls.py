@@ -62,8 +62,8 @@ auto(model, x, memory_budget="1GiB", optimizer="Adam")       | optimizer: 'Adam'
 auto(model, x, memory_budget="1GiB", loss="mean")            | loss is 'mean'            | give a function
 auto(model, x, memory_budget="1GiB", loss=lambda out: out)   | shape (8, 16)             | have it return one number
 auto(model, x, memory_budget="1GiB", slots=0)                | slots=0                   | expected 1 to
-auto(model, x, memory_budget="1GiB", to="/no/such")          | to='/no/such'             | give "cpu", or a directory
-auto(model, x, memory_budget="1GiB", to="cpu")               | to="cpu"                  | give the path of a directory
+auto(model, x, memory_budget="1GiB", to="/no/such")          | to='/no/such'             | give "cpu", "8bit", or a
+auto(model, x, memory_budget="1GiB", to="cpu")               | to="cpu"                  | give "8bit", or the path
 memopt.checkpoint(3, x)                                      | function is 3             | give a function
 memopt.checkpoint_sequential(model, 9, x)                    | segments=9                | expected 1 to 3
 memopt.checkpoint_sequential(model, None, x)                 | segments is None          | give the number of segments
