@@ -56,11 +56,15 @@ class Codes:
         self._largest = torch.empty((blocks, 1), dtype=flat.dtype, device=flat.device)
         for some, elements, (values, finite) in self._pieces(2):
             part = flat[elements]
-            values.view(-1)[: part.numel()].copy_(part)
-            values.view(-1)[part.numel() :].zero_()
-            torch.nan_to_num(values, nan=math.nan, posinf=math.inf, neginf=0.0, out=finite)
+            if (source := _as_blocks(part, values)) is None:
+                source = values
+                source.view(-1)[: part.numel()].copy_(part)
+                if part.numel() < source.numel():
+                    source.view(-1)[part.numel() :].zero_()
+            torch.nan_to_num(source, nan=math.nan, posinf=math.inf, neginf=0.0, out=finite)
             largest = finite.abs_().amax(1, keepdim=True)
-            values.div_(_steps(largest)).round_().nan_to_num_(nan=0.0, neginf=MINUS_INF)
+            torch.div(source, _steps(largest), out=values)
+            values.round_().nan_to_num_(nan=0.0, neginf=MINUS_INF)
             self._codes[some].copy_(values)
             self._largest[some].copy_(largest)
 
@@ -68,11 +72,14 @@ class Codes:
         """Return a new flat tensor."""
         flat = torch.empty(self._numel, dtype=self._dtype, device=self._codes.device)
         for some, elements, (values,) in self._pieces(1):
+            part = flat[elements]
+            result = _as_blocks(part, values)
+            values = values if result is None else result
             values.copy_(self._codes[some])
             torch.threshold_(values, MINUS_INF + 0.5, -math.inf)
             values.mul_(_steps(self._largest[some].float()))
-            part = flat[elements]
-            part.copy_(values.view(-1)[: part.numel()])
+            if result is None:
+                part.copy_(values.view(-1)[: part.numel()])
         return flat
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,6 +97,11 @@ class Codes:
                 slice(first * BLOCK, last * BLOCK),
                 [one[: last - first] for one in work],
             )
+
+
+def _as_blocks(part: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
+    """Return whole blocks of fp32 as such, without a copy; None of others."""
+    return part.view_as(values) if part.dtype == values.dtype and part.numel() == values.numel() else None
 
 
 def _steps(largest: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,12 @@ import memopt
 from memopt import _C
 
 BACKENDS = ("native", "expandable", "pool")
-# Techniques that a script can be run with. CHECKPOINT is followed by ":" and a budget in bytes; OFFLOAD_ACTIVATIONS may
-# be followed by ":" and the bytes that stay on the device.
+# Techniques that a script can be run with. CHECKPOINT is followed by ":" and a budget in bytes; one of
+# SAVED_ELSEWHERE may be followed by ":" and the bytes that stay as they are.
 FUSED, EIGHT_BITS, FOUR_BITS, CHECKPOINT = "fused", "eight bits", "four bits", "checkpoint"
 OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
+CODED_ACTIVATIONS = "activations in 8 bits"
+SAVED_ELSEWHERE = {OFFLOAD_ACTIVATIONS: "cpu", CODED_ACTIVATIONS: "8bit"}  # by their places
 TILES = "tiles"  # of rows, of MLPs
 OFFLOAD_GRADIENTS, OFFLOAD_STATES = "offload gradients", "offload states"
 STEP_IN_BACKWARD, FACTORED = "step in backward", "factored"
@@ -128,9 +130,9 @@ def read(path: str) -> Plan:
 
 
 def _is_technique(name: str) -> bool:
-    if name.startswith((f"{CHECKPOINT}:", f"{OFFLOAD_ACTIVATIONS}:")):
+    if name.startswith(tuple(f"{sized}:" for sized in (CHECKPOINT, *SAVED_ELSEWHERE))):
         return name.partition(":")[2].isdecimal()
-    return name in (FUSED, OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD, TILES, BF16, *OPTIONS)
+    return name in (FUSED, *SAVED_ELSEWHERE, OFFLOAD_LAYERS, LOSS_HEAD, TILES, BF16, *OPTIONS)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -145,7 +147,7 @@ def named(technique: str) -> str:
     name, _, size = technique.partition(":")
     if not size:
         return name
-    if name == OFFLOAD_ACTIVATIONS:
+    if name in SAVED_ELSEWHERE:
         return f"{name} beyond {_C.format_size(int(size))}"
     return f"{name} within {_C.format_size(int(size))}" if int(size) > 1 else f"{name} to the least"
 

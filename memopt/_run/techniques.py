@@ -27,13 +27,13 @@ from memopt._run.plan import (
     KEEPS,
     LEAST_BUDGET,
     LOSS_HEAD,
-    OFFLOAD_ACTIVATIONS,
     OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
     OPTIONS,
     OUTPUT,
     PLANNED,
     PLANNING,
+    SAVED_ELSEWHERE,
     TILES,
 )
 from memopt.nn._deferred_logits import DeferredLogits
@@ -80,7 +80,7 @@ class Techniques:
             self._watch_optimizers(offloads=OFFLOAD_LAYERS in names)
         if LOSS_HEAD in names:
             _install_loss_head(lambda: self.applied.setdefault(LOSS_HEAD, ["cross_entropy"]))
-        if names & {CHECKPOINT, OFFLOAD_ACTIVATIONS, TILES, BF16}:
+        if names & {CHECKPOINT, *SAVED_ELSEWHERE, TILES, BF16}:
             self._around_calls(sizes)
 
     def _met(self, technique: str, what: object) -> None:
@@ -174,7 +174,9 @@ class Techniques:
         """
         from memopt._offload.activations import OffloadedCalls
 
-        original, offloaded = nn.Module.__call__, OffloadedCalls(names.get(OFFLOAD_ACTIVATIONS) or None)
+        original = nn.Module.__call__
+        elsewhere = next((name for name in SAVED_ELSEWHERE if name in names), "")
+        offloaded = OffloadedCalls(names.get(elsewhere) or None, SAVED_ELSEWHERE.get(elsewhere, "cpu"))
         models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         tiled: weakref.WeakSet[TiledForward] = weakref.WeakSet()
         parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -197,8 +199,8 @@ class Techniques:
                         tiled.update(install_tiles(module).values())
                     if CHECKPOINT in names:
                         self._checkpoint(module, args, kwargs, names[CHECKPOINT])
-                if OFFLOAD_ACTIVATIONS in names:
-                    self._met(OFFLOAD_ACTIVATIONS, module)
+                if elsewhere:
+                    self._met(elsewhere, module)
                     around.enter_context(offloaded.of(module))
                 results = original(module, *args, **kwargs)
             if TILES not in self.applied and any(one.ran for one in tiled):
