@@ -16,7 +16,15 @@ from memopt._checkpoint.shape_plans import PlanRequest
 from memopt._fit.optimizers import load_states, options_of, replaced
 from memopt._microbatch.backward import backward
 from memopt._offload.layers import offload_layers
-from memopt._run.plan import CHECKPOINT, FUSED, LOSS_HEAD, OFFLOAD_LAYERS, OPTIONS, TILES
+from memopt._run.plan import (
+    CHECKPOINT,
+    CODED_ACTIVATIONS,
+    FUSED,
+    LOSS_HEAD,
+    OFFLOAD_LAYERS,
+    OPTIONS,
+    TILES,
+)
 from memopt.nn._fuse_loss_head import fuse_loss_head
 from memopt.nn._tile_mlps import put
 
@@ -59,7 +67,7 @@ class AppliedFit:
         if names & {FUSED, *OPTIONS}:
             self.optimizer, undo = replaced(step.optimizer, options_of(names))
             self._undo.callback(self._take_back, undo)
-        if CHECKPOINT in names:
+        if names & {CHECKPOINT, CODED_ACTIVATIONS}:
             with step.cast(names):
                 self._checkpoint()
             self._undo.callback(undo_checkpoint, model)

@@ -52,6 +52,7 @@ from memopt._offload.schedule_sets import Bandwidth, bandwidth
 from memopt._run.plan import (
     BF16,
     CHECKPOINT,
+    CODED_ACTIVATIONS,
     EIGHT_BITS,
     FACTORED,
     FOUR_BITS,
@@ -62,6 +63,7 @@ from memopt._run.plan import (
     OFFLOAD_LAYERS,
     OFFLOAD_STATES,
     OPTIONS,
+    SAVED_ELSEWHERE,
     STEP_IN_BACKWARD,
     TILES,
 )
@@ -73,6 +75,9 @@ from memopt.optim._state_bytes import OptimizerBytes, foretold
 
 NEAR = 1.5  # times the budget: what is worked out to take more is not tried
 OTHER_FORWARD = Names({LOSS_HEAD, TILES, BF16})  # levers with which the model runs other functions
+SCHEDULES = Names(
+    {CHECKPOINT, CODED_ACTIVATIONS}
+)  # with which the model's stages run by one, by their places
 RANDOM_STATES = 4  # that memopt.backward has: of the batch, of a micro-batch, and two that are compared
 
 
@@ -138,7 +143,7 @@ class Prices:
         self._measured: dict[tuple[int, Names, Names], Measured] = {}
         self._beside: dict[Names, OnDevice] = {}
         self._step_seconds: dict[Names, float] = {}
-        self._less: dict[tuple[int, Names, Names, bool], int] = {}
+        self._less: dict[tuple[int, Names, Names, Names], int] = {}
 
     # ---- measurement -------------------------------------------------------------------------------------------------
 
@@ -309,7 +314,7 @@ class Prices:
         plain = keep_all(costs.chain)
         in_passes = costs.fixed + fixed + costs.around.peak(plain)
         seconds, candidate = plain.seconds, None
-        if CHECKPOINT in names:
+        if names & SCHEDULES:
             try:
                 candidate = self._candidate(names, fixed, room)
             except InfeasibleBudget:
@@ -341,7 +346,7 @@ class Prices:
             beside=fixed,
             accumulate=self._accumulates(names),
             whose=type(self.step.model).__name__,
-            speed=None if self.to is None else self.link,
+            speed=self._speed(names),
         )
 
     def _counted_twice(self, names: Names, candidate: Candidate | None, foreseen: int) -> int:
@@ -349,7 +354,7 @@ class Prices:
 
         A chain counts what skips its stages for longer than it lives. They are the same whatever the optimizer is.
         """
-        key = (micro_batches_of(names), names & OTHER_FORWARD, _going(names), candidate is not None)
+        key = (micro_batches_of(names), names & OTHER_FORWARD, _going(names), names & SCHEDULES)
         if OFFLOAD_LAYERS in names:
             return 0
         if key not in self._less:
@@ -360,10 +365,14 @@ class Prices:
             self._less[key] = max(0, foreseen - taken) if taken else 0
         return self._less[key]
 
-    @property
-    def to(self) -> str | None:
-        """The place besides the device where stages may keep what they save: "cpu", or none."""
+    def to(self, names: Names) -> str | None:
+        """Return the other place where stages may keep what they save: "8bit", "cpu", or none."""
+        if CODED_ACTIVATIONS in names:
+            return SAVED_ELSEWHERE[CODED_ACTIVATIONS]
         return "cpu" if self.step.device.type == "cuda" else None
+
+    def _speed(self, names: Names) -> Bandwidth | None:
+        return None if (to := self.to(names)) is None else bandwidth(to, self.step.device)
 
     def _optimizer(self, names: Names) -> OptimizerBytes:
         """Return what the optimizer takes; nothing where its parameters are on the host."""
@@ -436,7 +445,7 @@ class Prices:
             return None
         measured = self._measured_with(found.names)
         plan = found.candidate[0]
-        plan.offload = self.to
+        plan.offload = self.to(found.names)
         forwards = stage_forwards(plan, measured.chain.members, False)
         return ShapePlan(measured.shape, plan, forwards, measured.seconds, self._accumulates(found.names))
 
@@ -446,7 +455,7 @@ class Prices:
         optimizer = optimizer._replace(unseen=optimizer.unseen + self._besides(names))
         with self._as_with(micro_batches_of(names), names & OTHER_FORWARD, _going(names)):
             if candidate is not None:
-                forward = planned_forward(candidate, measured.costs, measured.chain, self.to)
+                forward = planned_forward(candidate, measured.costs, measured.chain, self.to(names))
             else:
                 forward = _plain_forward(measured)
             return bytes_of_step(measured.costs, forward, optimizer, accumulate=self._accumulates(names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -119,6 +120,29 @@ def test_a_plan_codes_within_its_budget_on_the_card(monkeypatch: pytest.MonkeyPa
         torch.cuda.reset_peak_memory_stats()
         step(model, x)
         assert torch.cuda.max_memory_allocated() <= budget
+
+
+def test_a_plan_codes_while_parameters_visit_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape_plans, "bandwidth", lambda *_: CodingSpeed(1e13, 1e13))
+    torch.manual_seed(0)
+    model, x = SmallGPT(depth=6), sentences(8).to(CUDA)
+    plain = copy.deepcopy(model).to(CUDA)
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return next_token_loss(logits, x)
+
+    with sim.Compute():
+        wanted = step(plain, x)
+        layers = memopt.offload_layers(model)
+        memopt.auto_checkpoint(model, x, memory_budget="1GiB", loss=loss, keeps_output=False)
+        budget = (3 * model.plan.peak_bytes + 2 * model.plan.fixed_bytes) // 5
+        memopt.auto_checkpoint(model, x, memory_budget=budget, loss=loss, to="8bit", keeps_output=False)
+        assert model.plan.offloaded and model.plan.check().within
+        got = step(model, x)
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True)]
+    assert 0 < max(errors) < 0.03
+    memopt.undo_checkpoint(model)
+    layers.remove()
 
 
 def test_coding_takes_little_besides() -> None:
