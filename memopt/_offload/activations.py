@@ -69,8 +69,9 @@ class offload_activations(ContextDecorator):
             however the process ends. Or "8bit", for tensors on a CUDA device or the CPU: storages in fp32, fp16 or bf16
             stay there as codes of 8 bits, a quarter or half of their size, by blockwise quantization: 256 elements have
             a scale, and an error of at most 1/254 of the largest of them (and their dtype's own rounding). Gradients
-            change by that; the computation waits for coding and decoding. Others stay as they are, such as integers,
-            and storages of which tensors of several dtypes were saved. Zeros and -inf are exact; a block with other
+            change by that; the computation waits for coding and decoding. Others stay as they are: integers, storages
+            of which tensors of several dtypes were saved, and those of less than 1/32 of the largest, such as
+            attention's logsumexp. Zeros and -inf are exact; a block with other
             infinities or NaN comes back without a finite value.
         in_flight: The most bytes that may be in transfer at once (bytes or text). By default twice the largest storage.
             A larger value hides copies behind longer stretches of computation; the peak grows by as much, and by twice
@@ -178,8 +179,9 @@ class offload_activations(ContextDecorator):
     ) -> StorageTransfer | None:
         transfer: StorageTransfer | None
         if self.to == EIGHT_BITS:
-            coded = saved.dtype is not None and can_code(saved.dtype, saved.nbytes)
-            return CodedTransfer(flat.view(saved.dtype), saved.stream) if coded else None
+            if saved.dtype is None or not can_code(saved.dtype, saved.nbytes, saved.within.largest):
+                return None
+            return CodedTransfer(flat.view(saved.dtype), saved.stream)
         if space is None:
             room = host_memory(flat.device).take(saved.nbytes, self.host_memory)
             transfer = None if room is None else PinnedTransfer(flat, room, saved.stream)
@@ -444,7 +446,7 @@ class SavedStorages:
         keep: int | None,
     ) -> None:
         self._begin, self._in_flight, self._keep = begin, in_flight, keep
-        self._largest = 0
+        self.largest = 0
         self._known: dict[int, SavedStorage] = {}  # by the storage's address in C++; while the pass lasts
         self._here: dict[SavedStorage, None] = {}  # in the order of saving
         self._elsewhere: deque[SavedStorage] = deque()  # held by others when it was their turn
@@ -459,7 +461,7 @@ class SavedStorages:
 
     @property
     def in_flight(self) -> int:
-        return 2 * self._largest if self._in_flight is None else self._in_flight
+        return 2 * self.largest if self._in_flight is None else self._in_flight
 
     @property
     def keep(self) -> int:
@@ -473,7 +475,7 @@ class SavedStorages:
             saved = self._known.get(cdata)
             if saved is None or not saved.is_of(tensor):
                 saved = self._known[cdata] = SavedStorage(tensor, self, stream)
-                self._largest = max(self._largest, saved.nbytes)
+                self.largest = max(self.largest, saved.nbytes)
                 self._here[saved] = None
                 self._here_bytes += saved.nbytes
             elif saved in self._here:  # now the last

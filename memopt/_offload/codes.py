@@ -17,6 +17,7 @@ from memopt._offload.transfers import StorageTransfer
 
 EIGHT_BITS = "8bit"  # as a place beside the host and a disk
 BLOCK = 256  # elements
+SMALL = 32  # storages of less than this part of the largest stay as they are
 MOST = 127  # the largest code
 STEP = (1 - 2**-22) / MOST  # of the largest value, so that MOST of them round to no more than that
 MINUS_INF = -128
@@ -26,9 +27,18 @@ PIECE = {"cuda": 1 << 21}
 PIECE_ELSEWHERE = 1 << 18
 
 
-def can_code(dtype: torch.dtype, nbytes: int) -> bool:
-    """Return whether a storage can be coded of which tensors of this dtype were saved."""
-    return dtype in CODED and nbytes % dtype.itemsize == 0
+def can_code(dtype: torch.dtype | None, nbytes: int, largest: int) -> bool:
+    """Return whether a storage is coded.
+
+    A small one saves little, and may be statistics of rows that must be more exact, such as attention's logsumexp, of
+    which a backward pass takes the exponential.
+
+    Args:
+        dtype: Of the tensors of it that were saved; None of several.
+        nbytes: Its bytes.
+        largest: Bytes of the largest storage that was saved beside it.
+    """
+    return dtype in CODED and nbytes % dtype.itemsize == 0 and nbytes * SMALL >= largest
 
 
 def code_bytes(nbytes: int, dtype: torch.dtype) -> int:
@@ -136,8 +146,7 @@ class CodedTransfer(StorageTransfer):
         return self._flat.view(torch.uint8)
 
     def join(self, storage: torch.UntypedStorage) -> None:
-        if self._flat is not None:
-            _follow(self._stream, self._flat)
+        _follow(self._stream, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
     def forget(self) -> None:
         self._flat = None

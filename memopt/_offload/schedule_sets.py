@@ -171,15 +171,24 @@ class OffloadedStorage:
     def stay(self) -> None:
         self._tensor = self._transfer = None
 
+    def bytes_alone(self) -> int:
+        """Return the storage's bytes, 0 if somebody else holds it."""
+        assert self.storage is not None
+        return self.storage.nbytes() if uses_of(self.storage._cdata) == uses_by_one() else 0
+
+    def code(self, largest: int) -> bool:
+        """Code the storage, or have it stay; return whether it may go. largest: bytes of the set's largest one."""
+        nbytes = self.bytes_alone()
+        goes = nbytes > 0 and can_code(self.dtype, nbytes, largest)
+        if goes:
+            self.start()
+        else:
+            self.stay()
+        return goes
+
     def go(self) -> None:
         """Let the storage go once it is copied, unless somebody else holds it."""
         assert self.storage is not None
-        if self._offload.is_coded:
-            alone = uses_of(self.storage._cdata) == uses_by_one()
-            if not (alone and self.dtype is not None and can_code(self.dtype, self.storage.nbytes())):
-                self.stay()
-                return
-            self.start()
         if self._transfer is not None:  # an exception may have come before it
             with self._offload.errors():
                 self._transfer.settle()
@@ -251,7 +260,7 @@ class OffloadedSet:
         return self
 
     def __exit__(self, kind: Any, *raised: object) -> None:
-        if kind is not None:
+        if kind is not None and not self.offload.is_coded:
             with contextlib.suppress(OSError):
                 self.settle()
 
@@ -286,10 +295,13 @@ class OffloadedSet:
 
     def settle(self) -> None:
         """Free all memory; raise the first error once everything is settled."""
-        failure = None
+        failure, largest = None, 0
+        if self.offload.is_coded:
+            largest = max((storage.bytes_alone() for storage in self.storages.values()), default=0)
         for storage in self.storages.values():
             try:
-                storage.go()
+                if not self.offload.is_coded or storage.code(largest):
+                    storage.go()
             except OSError as error:
                 failure = failure or error
                 storage.stay()

@@ -372,12 +372,6 @@ class MovableStorage(NamedTuple):
     saved: list[int]
     dtypes: set[torch.dtype]
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype in which it can be coded, if it can."""
-        [dtype, *others] = self.dtypes
-        return dtype if not others and can_code(dtype, self.nbytes) else None
-
 
 class Movable:
     """Storages that a run saves and nothing else holds: they are freed after it if the graph gets none of them."""
@@ -399,6 +393,13 @@ class Movable:
 
     def gone(self) -> list[MovableStorage]:
         return [one for one in self.seen if one.ref() is None]
+
+
+def codable(storages: list[MovableStorage]) -> list[tuple[MovableStorage, torch.dtype]]:
+    """Return those of a stage's storages that are coded, with their dtypes."""
+    largest = max((one.nbytes for one in storages), default=0)
+    single = [(one, next(iter(one.dtypes))) for one in storages if len(one.dtypes) == 1]
+    return [(one, dtype) for one, dtype in single if can_code(dtype, one.nbytes, largest)]
 
 
 class GraphIsGone(ValueError):
@@ -437,7 +438,7 @@ def stage_bytes(
         first.append((tensor.dtype, tensor.shape))
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if len(saved) in codable:
+        if len(saved) in numbers_coded:
             storage = tensor.untyped_storage()
             late[storage._cdata] = block_bytes(storage.nbytes(), storage.device)
         saved.append(tensor.detach())
@@ -456,8 +457,8 @@ def stage_bytes(
             out = function(*args, **kwargs)
         run_peak = meter.peak
         gone = movable.gone()
-        coded = [(one, one.dtype) for one in gone if one.dtype is not None]
-        codable = {number for one, _ in coded for number in one.saved}
+        coded = codable(gone)
+        numbers_coded = {number for one, _ in coded for number in one.saved}
         late: dict[int, int] = {}  # bytes of what can be coded and is not wanted yet
         del out
     remake_peak = bytes_to_remake(function, arguments, standing, len(first), device)

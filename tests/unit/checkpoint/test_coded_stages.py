@@ -220,6 +220,39 @@ def test_what_lives_elsewhere_and_integers_are_not_coded(monkeypatch: pytest.Mon
     assert sizes == [(torch.float32, 1024)] * 2
 
 
+class Statistics(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.repeat(64, 1).exp()
+        return (wide.sum(1).exp() / 2).reshape(64, -1).sum(0)[:, None] * x
+
+
+def test_a_stages_statistics_of_rows_are_not_coded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    transfer = schedule_sets.CodedTransfer
+
+    def noted(flat: torch.Tensor, stream: int) -> object:
+        sizes.append(flat.numel())
+        return transfer(flat, stream)
+
+    monkeypatch.setattr(schedule_sets, "CodedTransfer", noted)
+    rows = 0.01 * torch.rand(32, 64)
+    coded_runs([Statistics(), Statistics()], rows.requires_grad_())
+    assert sizes == [64 * 32 * 64] * 2
+
+
+def test_an_exception_in_a_stage_codes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            super().forward(x)
+            raise torch.OutOfMemoryError("as if")
+
+    coded: list[object] = []
+    monkeypatch.setattr(schedule_sets, "CodedTransfer", lambda *given: coded.append(given))
+    with pytest.raises(torch.OutOfMemoryError, match="as if"):
+        coded_runs([Fails(32)], torch.randn(64, 32))
+    assert not coded
+
+
 def test_a_sequence_of_functions_codes_too(fast: None) -> None:
     torch.manual_seed(3)
     functions = nn.Sequential(*(Residual(64) for _ in range(5)))

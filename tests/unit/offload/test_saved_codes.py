@@ -150,6 +150,18 @@ def test_other_storages_stay_as_they_are(make: Callable[[], list[torch.Tensor]])
     assert nbytes == 0 and all(map(torch.equal, got, wanted))
 
 
+def test_statistics_of_rows_stay_as_they_are() -> None:
+    """A backward pass takes the exponential of attention's logsumexp: an error of 1/254 of it would be too large."""
+    rows = torch.randn(4096)
+    x, seen = torch.ones(1, requires_grad=True), []
+    with coded() as place:
+        y = Saves.apply(x, seen, torch.rand(33 * 4096), rows.clone(), torch.rand(4096 * 2))
+        y = Saves.apply(y, [], *(torch.zeros(256) for _ in range(3)))
+    y.backward()
+    assert torch.equal(seen[1], rows)
+    assert place.last.bytes_out == (33 + 2) * 4096 * 4
+
+
 def test_small_storages_and_parameters_stay_as_they_are() -> None:
     x, seen = torch.ones(1, requires_grad=True), []
     weight = nn.Parameter(torch.randn(4096))
