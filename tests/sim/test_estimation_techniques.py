@@ -137,6 +137,8 @@ def test_coding_takes_time_and_what_is_kept_is_added_to_the_peak(tmp_path):
     )
     times = [seconds([Segment(**one) for one in found["step"]], rates) for found in (as_is, more, less)]
     assert 0 < times[0] < times[1] < times[2]
+    on_host = [one for segment in less["step"] for one in segment["operators"] if one[0] == "host"]
+    assert not any(size > MIB for _, _, size in on_host)  # of codes nothing is known there
     grown = (more["peak_allocated"] - less["peak_allocated"]) // MIB
     assert 25 <= grown <= 45
 

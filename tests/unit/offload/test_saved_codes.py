@@ -193,7 +193,7 @@ def error(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradients_of_a_transformer_differ_by_two_per_cent_at_most(autocast: bool) -> None:
-    """1.1 % was measured, of the parameter that differs most; 0.9 % of all together."""
+    """0.7 % was measured, of the parameter that differs most, and 1.2 % under autocast; 0.5 % of all together."""
     torch.manual_seed(0)
     model, x = SmallGPT(), sentences(8)
     cast = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
@@ -298,7 +298,7 @@ def trained(context: Callable[[], contextlib.AbstractContextManager]) -> list[fl
 
 
 def test_a_training_converges_as_the_plain_one() -> None:
-    """The mean loss of the last ten of a hundred steps differs by less than 1 %, far below the first (0.03 %
+    """The mean loss of the last ten of a hundred steps differs by less than 1 %, far below the first (0.04 %
     was measured)."""
     plain, less = trained(contextlib.nullcontext), trained(coded)
     ends = [sum(losses[-10:]) / 10 for losses in (plain, less)]
