@@ -70,9 +70,8 @@ class offload_activations(ContextDecorator):
             stay there as codes of 8 bits, a quarter or half of their size, by blockwise quantization: 256 elements have
             a scale, and an error of at most 1/254 of the largest of them (and their dtype's own rounding). Gradients
             change by that; the computation waits for coding and decoding. Others stay as they are: integers, storages
-            of which tensors of several dtypes were saved, and those of less than 1/32 of the largest, such as
-            attention's logsumexp. Zeros and -inf are exact; a block with other
-            infinities or NaN comes back without a finite value.
+            of which tensors of several dtypes were saved, and those of 1/32 of the largest or less, such as attention's
+            logsumexp. Zeros and -inf are exact; a block with other infinities or NaN comes back without a finite value.
         in_flight: The most bytes that may be in transfer at once (bytes or text). By default twice the largest storage.
             A larger value hides copies behind longer stretches of computation; the peak grows by as much, and by twice
             as much without `keep`.
@@ -179,7 +178,7 @@ class offload_activations(ContextDecorator):
     ) -> StorageTransfer | None:
         transfer: StorageTransfer | None
         if self.to == EIGHT_BITS:
-            if saved.dtype is None or not can_code(saved.dtype, saved.nbytes, saved.within.largest):
+            if saved.dtype is None or not can_code(saved.dtype, saved.nbytes, saved.within.largest_alone):
                 return None
             return CodedTransfer(flat.view(saved.dtype), saved.stream)
         if space is None:
@@ -446,7 +445,7 @@ class SavedStorages:
         keep: int | None,
     ) -> None:
         self._begin, self._in_flight, self._keep = begin, in_flight, keep
-        self.largest = 0
+        self._largest = self.largest_alone = 0  # bytes of a storage; of one that has left, or would have
         self._known: dict[int, SavedStorage] = {}  # by the storage's address in C++; while the pass lasts
         self._here: dict[SavedStorage, None] = {}  # in the order of saving
         self._elsewhere: deque[SavedStorage] = deque()  # held by others when it was their turn
@@ -461,7 +460,7 @@ class SavedStorages:
 
     @property
     def in_flight(self) -> int:
-        return 2 * self.largest if self._in_flight is None else self._in_flight
+        return 2 * self._largest if self._in_flight is None else self._in_flight
 
     @property
     def keep(self) -> int:
@@ -475,7 +474,7 @@ class SavedStorages:
             saved = self._known.get(cdata)
             if saved is None or not saved.is_of(tensor):
                 saved = self._known[cdata] = SavedStorage(tensor, self, stream)
-                self.largest = max(self.largest, saved.nbytes)
+                self._largest = max(self._largest, saved.nbytes)
                 self._here[saved] = None
                 self._here_bytes += saved.nbytes
             elif saved in self._here:  # now the last
@@ -506,6 +505,7 @@ class SavedStorages:
         if not saved.alone():
             self._elsewhere.append(saved)
             return
+        self.largest_alone = max(self.largest_alone, saved.nbytes)
         flat = saved.whole()
         transfer = None if flat is None else self._begin(saved, flat)
         if flat is None or transfer is None:

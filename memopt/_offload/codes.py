@@ -17,7 +17,7 @@ from memopt._offload.transfers import StorageTransfer
 
 EIGHT_BITS = "8bit"  # as a place beside the host and a disk
 BLOCK = 256  # elements
-SMALL = 32  # storages of less than this part of the largest stay as they are
+SMALL = 32  # storages of this part of the largest, or less, stay as they are
 MOST = 127  # the largest code
 STEP = (1 - 2**-22) / MOST  # of the largest value, so that MOST of them round to no more than that
 MINUS_INF = -128
@@ -36,9 +36,9 @@ def can_code(dtype: torch.dtype | None, nbytes: int, largest: int) -> bool:
     Args:
         dtype: Of the tensors of it that were saved; None of several.
         nbytes: Its bytes.
-        largest: Bytes of the largest storage that was saved beside it.
+        largest: Bytes of the largest storage beside it that only the backward pass holds.
     """
-    return dtype in CODED and nbytes % dtype.itemsize == 0 and nbytes * SMALL >= largest
+    return dtype in CODED and nbytes % dtype.itemsize == 0 and nbytes * SMALL > largest
 
 
 def code_bytes(nbytes: int, dtype: torch.dtype) -> int:

@@ -56,7 +56,10 @@ def test_gradients_are_near_the_plain_runs(autocast: bool, streams: str) -> None
     assert place.last.bytes_in == place.last.bytes_out > 0
 
 
-def test_a_stream_waits_for_codes_that_another_one_made(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("default", [False, True])
+def test_a_stream_waits_for_codes_that_another_one_made(
+    monkeypatch: pytest.MonkeyPatch, default: bool
+) -> None:
     waits, wait = [], torch.cuda.Stream.wait_stream
 
     def noted(self: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
@@ -64,7 +67,7 @@ def test_a_stream_waits_for_codes_that_another_one_made(monkeypatch: pytest.Monk
         wait(self, other)
 
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", noted)
-    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    one, other = torch.cuda.default_stream() if default else torch.cuda.Stream(), torch.cuda.Stream()
     x = torch.ones(1 << 16, device=CUDA, requires_grad=True)
     with coded() as place, torch.cuda.stream(one):
         y = (x * 1).exp()
