@@ -257,21 +257,17 @@ def _operators(trace: dict[str, Any]) -> Iterator[list[tuple[str, float, float]]
     """Yield the operators of each segment of a trace.
 
     An operator that is made of others counts as these; one whose operations torch's counter knows counts itself. What a
-    hook codes while an operator saves its tensors is within that one, and counts besides.
+    hook codes while an operator saves its tensors is no part of that one.
     """
     nodes = _of_this_trace(trace["nodes"])
-    children = defaultdict(list)
+    known = {node["id"] for node in nodes}
+    children, first = defaultdict(list), []
     for node in nodes:
-        if node["ctrl_deps"] != node["id"]:
+        if node["name"] == _CODING or node["ctrl_deps"] == node["id"] or node["ctrl_deps"] not in known:
+            first.append(node)
+        else:
             children[node["ctrl_deps"]].append(node)
     met: list[tuple[int, tuple[str, float, float] | None]] = []
-
-    def coding(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        for child in children[node["id"]]:
-            if child["name"] == _CODING:
-                yield child
-            else:
-                yield from coding(child)
 
     def visit(node: dict[str, Any]) -> None:
         if node["name"] == _MARK:
@@ -284,21 +280,13 @@ def _operators(trace: dict[str, Any]) -> Iterator[list[tuple[str, float, float]]
         before = len(met)
         if row is None:
             for child in children[node["id"]]:
-                if child["name"] != _CODING:
-                    visit(child)
+                visit(child)
             row = call.moved() if len(met) == before else None
-            coded = [child for child in children[node["id"]] if child["name"] == _CODING]
-        else:
-            coded = [*coding(node)]
         if row is not None:
             met.append((node["id"], row))
-        for child in coded:
-            visit(child)
 
-    known = {node["id"] for node in nodes}
-    for node in nodes:
-        if node["ctrl_deps"] == node["id"] or node["ctrl_deps"] not in known:
-            visit(node)
+    for node in first:
+        visit(node)
     segment: list[tuple[str, float, float]] = []
     for _, row in sorted(met, key=lambda one: one[0]):
         if row is not None:

@@ -79,7 +79,8 @@ def test_a_plan_codes_within_its_budget(fast: None, share: float) -> None:
         peaks.append(peak_on_cpu([*model.parameters(), x], lambda: step(model, x, loss)))
     plan = model.plan
     assert plan.offloaded and not any(op in ("sent", "fetch") for op, *_ in plan.operations)
-    assert max(peaks) <= budget and max(peaks) <= 1.01 * plan.predicted_bytes
+    assert max(peaks) <= budget
+    assert 0.97 * plan.predicted_bytes <= max(peaks) <= 1.01 * plan.predicted_bytes
     assert 0 < error(gradients(model), gradients(plain)) < 0.02
     assert "all, in 8 bits" in str(plan) and "is kept in 8 bits, as" in str(plan)
     assert {stage["keeps"] for stage in plan.as_dict()["stages"]} >= {"all, in 8 bits"}
