@@ -68,10 +68,12 @@ class offload_activations(ContextDecorator):
             directory on a disk, for tensors on a CUDA device or the CPU: an unnamed file, of which nothing is left
             however the process ends. Or "8bit", for tensors on a CUDA device or the CPU: storages in fp32, fp16 or bf16
             stay there as codes of 8 bits, a quarter or half of their size, by blockwise quantization: 256 elements have
-            a scale, and an error of at most 1/254 of the largest of them (and their dtype's own rounding). Gradients
+            a scale, and an error of at most 1/253 of the largest of them (and their dtype's own rounding). Gradients
             change by that; the computation waits for coding and decoding. Others stay as they are: integers, storages
             of which tensors of several dtypes were saved, and those of 1/32 of the largest or less, such as attention's
-            logsumexp. Zeros and -inf are exact; a block with other infinities or NaN comes back without a finite value.
+            logsumexp. Zeros, and no others, come back as zeros; -inf is exact; a block with other infinities or NaN
+            comes back without a finite value. A function that divides by what it saved, such as log(), is wrong where
+            that is small beside its block's largest: call it outside.
         in_flight: The most bytes that may be in transfer at once (bytes or text). By default twice the largest storage.
             A larger value hides copies behind longer stretches of computation; the peak grows by as much, and by twice
             as much without `keep`.

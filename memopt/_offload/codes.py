@@ -1,10 +1,13 @@
 """Storages of floats in 8 bits, on their own device.
 
-A block of 256 elements has its largest absolute value beside it, in the storage's dtype; an element is the nearest of
-255 multiples of a 127th of that. So the error is at most 1/254 of the largest in the block, and zeros stay zeros. The
-code that is left says -inf, as in masks; a block with +inf or NaN comes back without a finite value. Nothing random is
-drawn. The scheme is the blockwise quantization of Dettmers et al., 8-bit Optimizers via Block-wise Quantization (2022),
-with even steps; that saved activations bear 8 bits, and fewer: Chen et al., ActNN (2021); Liu et al., GACT (2022)."""
+A block of 256 elements has its largest absolute value beside it, in the storage's dtype. Of 127 even steps on each side
+of zero, an element becomes the middle of the one that it is in, where the middle of the last is the largest value: the
+error is at most 1/253 of that. Zeros alone become zeros, so that the backward pass of a ReLU, which asks its result
+where it is more than zero, is exact. The code that is left says -inf, as in masks; a block with +inf or NaN comes back
+without a finite value. Nothing random is drawn.
+
+The scheme is the blockwise quantization of Dettmers et al., 8-bit Optimizers via Block-wise Quantization (2022), with
+even steps; that saved activations bear 8 bits, and fewer: Chen et al., ActNN (2021); Liu et al., GACT (2022)."""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ from memopt._offload.transfers import StorageTransfer
 EIGHT_BITS = "8bit"  # as a place beside the host and a disk
 BLOCK = 256  # elements
 SMALL = 32  # storages of this part of the largest, or less, stay as they are
-MOST = 127  # the largest code
-STEP = (1 - 2**-22) / MOST  # of the largest value, so that MOST of them round to no more than that
+STEP = (
+    1 - 2**-22
+) / 126.5  # of the largest value, which the last code does not exceed, however it is rounded
 MINUS_INF = -128
 CODED = (torch.float32, torch.float16, torch.bfloat16)
 # Elements at a time: of a GPU so many that its kernels take longer than their launches, of a CPU what its caches hold.
@@ -74,8 +78,9 @@ class Codes:
             torch.nan_to_num(source, nan=math.nan, posinf=math.inf, neginf=0.0, out=finite)
             largest = finite.abs_().amax(1, keepdim=True)
             torch.div(source, _steps(largest), out=values)
-            values.round_().nan_to_num_(nan=0.0, neginf=MINUS_INF)
-            self._codes[some].copy_(values)
+            torch.sign(values, out=finite)
+            values.add_(finite).nan_to_num_(nan=0.0, neginf=MINUS_INF)
+            self._codes[some].copy_(values)  # towards zero: of the first step it is 1
             self._largest[some].copy_(largest)
 
     def decoded(self) -> torch.Tensor:
@@ -86,7 +91,8 @@ class Codes:
             result = _as_blocks(part, values)
             values = values if result is None else result
             values.copy_(self._codes[some])
-            torch.threshold_(values, MINUS_INF + 0.5, -math.inf)
+            torch._C._nn.softshrink(values, 0.5, out=values)  # half a step towards zero
+            torch.threshold_(values, MINUS_INF + 1.0, -math.inf)
             values.mul_(_steps(self._largest[some].float()))
             if result is None:
                 part.copy_(values.view(-1)[: part.numel()])

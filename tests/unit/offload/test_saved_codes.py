@@ -56,9 +56,11 @@ def test_an_error_is_at_most_half_a_step_of_the_block(
         assert got.dtype == dtype and got.shape == flat.shape
         assert sum(tensor.nbytes for tensor in made.tensors()) == code_bytes(flat.nbytes, dtype)
         # The dtype's own rounding comes on top.
-        bound = of_block * (1.001 / 254 + torch.finfo(dtype).eps / 2) + torch.finfo(dtype).smallest_normal
+        bound = of_block * (1.001 / 253 + torch.finfo(dtype).eps / 2) + torch.finfo(dtype).smallest_normal
         assert ((got.double() - flat.double()).abs() <= bound).all(), (SEED, count)
         assert (got[flat == 0] == 0).all()
+        large = flat.abs() >= torch.finfo(dtype).smallest_normal
+        assert torch.equal(got[large].sign(), flat[large].sign())  # none became zero
 
 
 @pytest.mark.parametrize("dtype", CODED)
@@ -126,7 +128,7 @@ def test_views_with_gaps_come_back_with_their_sizes_and_strides() -> None:
     assert nbytes == 24000  # once, as a whole
     for got, like in zip((gaps, turned, row), wanted, strict=True):
         assert got.shape == like.shape and got.stride() == like.stride()
-        assert (got - like).abs().max() <= 6000 / 254
+        assert (got - like).abs().max() <= 6000 / 253
         assert not torch.equal(got, like)
     assert gaps.untyped_storage()._cdata == turned.untyped_storage()._cdata
 
@@ -151,7 +153,7 @@ def test_other_storages_stay_as_they_are(make: Callable[[], list[torch.Tensor]])
 
 
 def test_statistics_of_rows_stay_as_they_are() -> None:
-    """A backward pass takes the exponential of attention's logsumexp: an error of 1/254 of it would be too large."""
+    """A backward pass takes the exponential of attention's logsumexp: an error of 1/253 of it would be too large."""
     rows = torch.randn(4096)
     x, seen = torch.ones(1, requires_grad=True), []
     with coded() as place:
@@ -193,7 +195,7 @@ def error(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradients_of_a_transformer_differ_by_two_per_cent_at_most(autocast: bool) -> None:
-    """0.7 % was measured, of the parameter that differs most, and 1.2 % under autocast; 0.5 % of all together."""
+    """1.2 % was measured, of the parameter that differs most, and 1.3 % under autocast; 0.5 % of all together."""
     torch.manual_seed(0)
     model, x = SmallGPT(), sentences(8)
     cast = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
@@ -204,6 +206,28 @@ def test_gradients_of_a_transformer_differ_by_two_per_cent_at_most(autocast: boo
         got = grads(model, x, place)
     assert 0 < error(got, wanted) < 0.02
     assert place.last.bytes_in == place.last.bytes_out > 0
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.Tanh])
+def test_gradients_of_a_perceptron_differ_by_one_per_cent_at_most(activation: type[nn.Module]) -> None:
+    """Of a ReLU the small positive results stay positive: else the first gradient differs by 15 %."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), activation())]
+    model, x = nn.Sequential(*layers, nn.Linear(256, 1)), torch.randn(512, 256)
+    wanted = grads(model, x, contextlib.nullcontext())
+    assert 0 < error(grads(model, x, coded()), wanted) < 0.01
+
+
+@pytest.mark.parametrize(("sharpness", "most"), [(1, 0.012), (3, 0.06), (4, 0.16)])
+def test_gradients_through_sharp_attention_differ_more(sharpness: int, most: float) -> None:
+    """0.8 %, 4.7 % and 12 % were measured, of the parameter that differs most, at logits of standard deviations 0.3, 3
+    and 5.5; with coded statistics of rows 1.4 %, 5.5 % and 12 %."""
+    torch.manual_seed(0)
+    model, x = SmallGPT(width=128, depth=2, heads=2, length=256), sentences(2, 256)
+    for block in model.blocks:
+        block.inputs.weight.data[:256] *= sharpness  # of queries and keys
+    wanted = grads(model, x, contextlib.nullcontext())
+    assert 0 < error(grads(model, x, coded()), wanted) < most
 
 
 @pytest.mark.parametrize("region", [memopt.checkpoint, torch_checkpoint])
@@ -298,8 +322,8 @@ def trained(context: Callable[[], contextlib.AbstractContextManager]) -> list[fl
 
 
 def test_a_training_converges_as_the_plain_one() -> None:
-    """The mean loss of the last ten of a hundred steps differs by less than 1 %, far below the first (0.04 %
-    was measured)."""
+    """The mean loss of the last ten of a hundred steps differs by less than 1 %, far below the first (less
+    than 0.1 % was measured)."""
     plain, less = trained(contextlib.nullcontext), trained(coded)
     ends = [sum(losses[-10:]) / 10 for losses in (plain, less)]
     assert ends[0] < 0.5 * plain[0]
