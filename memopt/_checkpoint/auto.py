@@ -50,9 +50,9 @@ def auto_checkpoint(
     less, up to eight times. All this leaves the model as it was.
 
     The model's parameters, names, state_dict, hooks, train() and eval() stay as they were, and gradients are bit-equal
-    to those of the plain run. Without a graph (torch.no_grad) the model runs as before. `model.plan` describes the
-    decision. A second call makes a new plan; if it fails, the old plan stays. undo_checkpoint() removes it. On a CUDA
-    device the peaks in torch's statistics are reset. A model that is compiled afterwards runs uncompiled.
+    to those of the plain run, unless to="8bit". Without a graph (torch.no_grad) the model runs as before. `model.plan`
+    describes the decision. A second call makes a new plan; if it fails, the old plan stays. undo_checkpoint() removes
+    it. On a CUDA device the peaks in torch's statistics are reset. A model that is compiled afterwards runs uncompiled.
 
     A plan serves all batches that are in no dimension larger than its sample, of the same types, under the same
     autocast and mode. For another one the model is planned anew before it runs, with that batch as the sample: some
@@ -95,7 +95,9 @@ def auto_checkpoint(
         slots: Number of units that the budget is divided into for the solver; sizes are rounded up to them.
         to: The place where stages may keep their saved sets until their backward, and their inputs until they run
             again, if that is faster than recomputing them: "cpu" for a model on a CUDA device (pinned host memory), or
-            a directory's path on a disk. Copies run beside the computation; their speed is measured first.
+            a directory's path on a disk. Copies run beside the computation; their speed is measured first. Or "8bit":
+            on the device as codes of 8 bits, as memopt.offload_activations(to="8bit") has them, of what a stage alone
+            holds. Gradients change by that; the time that coding takes, which is measured, is added to the stage's.
         strict: Raise for a later batch that no plan fits, and after a step above the budget. If not, the batch runs by
             a plan for little more than the least, with a warning.
         keeps_output: Whether the model's output lives until the step is over, as with `out = model(x)` in a loop's
@@ -118,6 +120,7 @@ def auto_checkpoint(
     Examples:
         >>> memopt.auto_checkpoint(model, batch, memory_budget="8GiB", optimizer=optimizer)
         >>> print(model.plan)
+        >>> memopt.auto_checkpoint(model, batch, memory_budget="8GiB", optimizer=optimizer, to="8bit")
     """
     if offload is not None:
         warnings.warn(

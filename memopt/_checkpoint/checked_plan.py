@@ -29,7 +29,7 @@ from memopt._checkpoint.stages.costs import (
 )
 from memopt._checkpoint.stages.measure import ChainMeasurement, Crossing, expand, group, passing
 from memopt._offload.pinned_memory import aligned
-from memopt._offload.schedule_sets import OPTION, Bandwidth
+from memopt._offload.schedule_sets import OPTION, Bandwidth, CodingSpeed
 from memopt._runtime import device_clock
 from memopt._runtime.log import logger
 from memopt.chain import Chain, InfeasibleBudget, Op, Option, Schedule, Stage
@@ -53,8 +53,9 @@ def chain_stage(
 
     To keep only its output takes, for a while, the memory of what the other way saves. The chain counts that overhead
     for the stage's own way, so saving everything is a separate option where it takes less. Offloading what the stage
-    alone holds, at that speed, is another. movable_input: bytes of its input that can be offloaded, too; to the solver
-    that takes the time of the way there beyond the stage's own run, and all of the way back.
+    alone holds, or keeping it in 8 bits, at that speed, is another. movable_input: bytes of its input that can be
+    offloaded, too; to the solver that takes the time of the way there beyond the stage's own run, and all of the way
+    back.
     """
     own = Stage(
         saved_bytes=size.saved,
@@ -80,7 +81,10 @@ def chain_stage(
                 own.remake_seconds,
             )
         )
-    if speed is not None and size.movable:
+    if isinstance(speed, CodingSpeed):
+        if size.codable:
+            options.append(coded(size, time, speed, own.remake_seconds))
+    elif speed is not None and size.movable:
         stays = max(size.saved - size.movable, size.output)
         goes = size.saved - stays  # it is there while the stage runs, either way
         options.append(
@@ -95,10 +99,25 @@ def chain_stage(
             )
         )
     own = replace(own, options=tuple(options))
-    if speed is None or not movable_input:
+    if speed is None or isinstance(speed, CodingSpeed) or not movable_input:
         return own
     out = speed.forward(time.full_forward, movable_input) - time.full_forward
     return replace(own, put_input_seconds=out, get_input_seconds=speed.backward(0.0, movable_input))
+
+
+def coded(size: StageBytes, time: StageSeconds, speed: CodingSpeed, remake_seconds: float | None) -> Option:
+    """Return the option of keeping in 8 bits what the stage alone holds: it is all there until the stage has run, and
+    comes back storage by storage."""
+    stays = max(size.saved - size.codable, size.output) + size.codes
+    return Option(
+        OPTION,
+        stays,
+        speed.forward(time.full_forward, size.codes),
+        speed.backward(time.backward, size.codes),
+        max(0, size.saved - stays + max(size.forward_overhead, size.coding_overhead)),
+        size.late_overhead,
+        remake_seconds,
+    )
 
 
 class ChainCosts(NamedTuple):
@@ -205,8 +224,11 @@ def plan_for(
     plan = Plan(
         sizes, times, chain, schedule, around, budget, fixed, measured.crossing_bytes, slots, bandwidth=speed
     )
-    plan.offload_slots = {k: measured.stage_bytes[k].movable_room for g in plan.offloaded for k in groups[g]}
-    plan.offload_slots |= {~groups[g].start: aligned(sizes[g - 1].output) for g in plan.inputs_offloaded}
+    if not isinstance(speed, CodingSpeed):
+        plan.offload_slots = {
+            k: measured.stage_bytes[k].movable_room for g in plan.offloaded for k in groups[g]
+        }
+        plan.offload_slots |= {~groups[g].start: aligned(sizes[g - 1].output) for g in plan.inputs_offloaded}
     return plan, expand(plan.operations, groups), passing(groups)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
-from memopt._offload.schedule_sets import OPTION
+from memopt._offload.schedule_sets import OPTION, CodingSpeed
 from memopt._runtime.results import Result
 from memopt._runtime.table import ResultTable, paragraphs
 from memopt.chain import Chain, Op, Option, Schedule, Stage, Table
@@ -23,7 +23,7 @@ REST = "(rest of the model)"
 SLOTS = 500  # of a budget, for the solver
 SAVING = "save"  # the option of a stage to save everything
 RUNS = {"fall": "all", "fck": "its input", "fnone": "nothing"}
-_AWAY = ", offloaded"
+_AWAY, _CODED = ", offloaded", ", in 8 bits"
 _HEADS = ("stage", "saves", "output", "forward", "backward", "runs", "at first keeps")
 
 
@@ -178,7 +178,7 @@ def keep_all(chain: Chain) -> Schedule:
 
 
 def with_copies(
-    schedule: Schedule, during: Sequence[int], nbytes: Sequence[int], memory_budget: int
+    schedule: Schedule, during: Sequence[int], nbytes: Sequence[int] | None, memory_budget: int
 ) -> tuple[list[Op], int]:
     """The operations for the runner, with the times of the copies of offloaded sets; and the peak.
 
@@ -188,7 +188,7 @@ def with_copies(
     "fetch_input" before the backward of the stage behind. So they overlap with those too. Options of no concern to the
     runner are left out.
 
-    during: bytes that are there at each operation. nbytes: of each stage's set.
+    during: bytes that are there at each operation. nbytes: of each stage's set; None where nothing is copied.
     """
     ops, there = schedule.ops, list(during)
     before: defaultdict[int, list[Op]] = defaultdict(list)
@@ -204,7 +204,7 @@ def with_copies(
 
     later: set[int] = set()
     for at, (op, k, *option) in enumerate(ops):
-        if op == "fall" and option == [OPTION]:
+        if op == "fall" and option == [OPTION] and nbytes is not None:
             ends, size = [("bwd", k), ("drop_saved", k)], nbytes[k]
             leaves, comes = ("sent", k), ("fetch", k)
         elif op == "put_input":
@@ -313,7 +313,7 @@ class Plan(Result):
         self.operations, peak = with_copies(
             schedule,
             around.during(schedule),
-            [size.movable for size in sizes],
+            None if isinstance(bandwidth, CodingSpeed) else [size.movable for size in sizes],
             memory_budget - fixed_bytes,
         )
         self.predicted_bytes = self.peak_bytes = fixed_bytes + peak
@@ -400,10 +400,11 @@ class Plan(Result):
     def _first_keeps(self) -> dict[int, str]:
         """Return the tensors' treatment in each stage's first run: kept, dropped or offloaded."""
         first: dict[int, str] = {}
+        elsewhere = _CODED if isinstance(self.bandwidth, CodingSpeed) else _AWAY
         for (op, k, *option), following in itertools.pairwise([*self.schedule.ops, ("", -1)]):
             if op in RUNS:
-                away = option == [OPTION] or (op == "fck" and following[0] == "put_input")
-                first.setdefault(k, RUNS[op] + (_AWAY if away else ""))
+                goes = option == [OPTION] or (op == "fck" and following[0] == "put_input")
+                first.setdefault(k, RUNS[op] + (elsewhere if goes else ""))
         return first
 
     def as_dict(self) -> dict[str, Any]:
@@ -481,7 +482,16 @@ class Plan(Result):
     def _of_offload(self) -> list[str]:
         if self.offload is None or self.bandwidth is None:
             return []
-        size = _C.format_size
+        size, rates = _C.format_size, [_C.format_size(int(one)) for one in self.bandwidth]
+        if isinstance(self.bandwidth, CodingSpeed):
+            nbytes, codes = (
+                sum(getattr(self.measured_bytes[k], name) for k in self.offloaded)
+                for name in ("codable", "codes")
+            )
+            return [
+                f"{size(nbytes)} of what {len(self.offloaded)} stages save is kept in 8 bits, as {size(codes)}, of "
+                f"which {rates[0]} are coded and {rates[1]} decoded in a second; gradients change by that"
+            ]
         where = "pinned memory of the host" if self.offload == "cpu" else self.offload
         said = []
         if sets := self.offloaded:
@@ -491,6 +501,5 @@ class Plan(Result):
             nbytes = sum(self.measured_bytes[k - 1].output for k in inputs)
             said.append(f"{size(nbytes)} of {len(inputs)} stages' inputs")
         return [
-            f"{' and '.join(said) or 'nothing'} is offloaded to {where}, at "
-            f"{size(int(self.bandwidth.out))} a second and {size(int(self.bandwidth.back))} back"
+            f"{' and '.join(said) or 'nothing'} is offloaded to {where}, at {rates[0]} a second and {rates[1]} back"
         ]

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="WORDS",
         help="what may change numbers: 8bit, 4bit (optimizer states of so many bits), factored (second moments as "
-        "averages of rows and columns), bf16 (autocast of the model)",
+        "averages of rows and columns), bf16 (autocast of the model), 8bit-activations (what is saved for the backward "
+        "pass)",
     )
     parser.add_argument(
         "--batch",

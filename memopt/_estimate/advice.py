@@ -16,6 +16,7 @@ from memopt._estimate.step_time import seconds
 from memopt._run.plan import (
     BF16,
     CHECKPOINT,
+    CODED_ACTIVATIONS,
     EIGHT_BITS,
     FACTORED,
     FOUR_BITS,
@@ -49,6 +50,7 @@ CHANGES = {
     FOUR_BITS: "other results: states of 4 bits",
     FACTORED: "other results: second moments of rows and columns",
     BF16: "other results: products of bf16",
+    CODED_ACTIVATIONS: "other results: saved activations of 8 bits",
     **dict.fromkeys((FUSED, LOSS_HEAD, TILES, OFFLOAD_LAYERS), _ROUNDED),
     **dict.fromkeys((OFFLOAD_GRADIENTS, OFFLOAD_STATES, STEP_IN_BACKWARD), _ROUNDED),
 }
@@ -75,7 +77,7 @@ def find(found: Estimate, card: Card, backend: str, runs: RunsAhead[Names, Tried
         for one in found.backends
         if one.name != backend and one.completes
     ]
-    not_tried = (LEAST, FACTORED, BF16)
+    not_tried = (LEAST, FACTORED, BF16, CODED_ACTIVATIONS)
     search = search_of(
         found, card, backend, runs, lambda name: not (found.too_large_before_training or name in not_tried)
     )
@@ -134,7 +136,7 @@ def _worth_trying(found: Estimate, card: Card, backend: str, disk: str | None) -
         room = card.usable_bytes - found.context_bytes
         budget = max(1, min(int(_BUDGET * room), room - PAGES) >> 20)  # its least is taken where that is more
         yield from (f"{CHECKPOINT}:{budget << 20}", LEAST)
-        yield from (OFFLOAD_ACTIVATIONS, LOSS_HEAD, TILES, BF16)
+        yield from (OFFLOAD_ACTIVATIONS, CODED_ACTIVATIONS, LOSS_HEAD, TILES, BF16)
     if found.by_category.get("parameters"):
         yield OFFLOAD_LAYERS
 
@@ -175,6 +177,7 @@ def _in_words(name: str, met: Mapping[str, list[str]], keeps: Collection[str]) -
     return {
         FUSED: f"torch.optim.{of}(..., fused=True)",
         OFFLOAD_ACTIVATIONS: f"memopt.offload_activations({keep}) around the forward pass",
+        CODED_ACTIVATIONS: f'memopt.offload_activations(to="8bit"{keep and ", " + keep}) around the forward pass',
         BF16: 'torch.autocast("cuda", torch.bfloat16) around the forward pass and the loss',
         LOSS_HEAD: "memopt.nn.linear_cross_entropy(rows, head.weight, targets, head.bias) instead of the head and its "
         "cross_entropy (memopt.nn.fuse_loss_head(model) for a model of transformers)",

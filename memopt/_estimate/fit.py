@@ -22,6 +22,7 @@ from memopt._run.plan import (
     BACKENDS,
     BF16,
     CHECKPOINT,
+    CODED_ACTIVATIONS,
     EIGHT_BITS,
     FACTORED,
     FOUR_BITS,
@@ -34,7 +35,13 @@ from memopt._run.plan import (
 from memopt._runtime.table import Facts, ResultTable, room_of_a_fact, several
 
 # What changes numbers, by the word that allows it.
-ALLOWED = {"8bit": EIGHT_BITS, "4bit": FOUR_BITS, "factored": FACTORED, "bf16": BF16}
+ALLOWED = {
+    "8bit": EIGHT_BITS,
+    "4bit": FOUR_BITS,
+    "factored": FACTORED,
+    "bf16": BF16,
+    "8bit-activations": CODED_ACTIVATIONS,
+}
 
 
 @dataclass

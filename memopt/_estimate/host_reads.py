@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.profiler import record_function
 from torch.utils._pytree import tree_map
 
 from memopt._memory.recording.user_code import is_user_file
+from memopt.sim._compute import ON_HOST
 
 
 class Guess(NamedTuple):
@@ -170,7 +172,8 @@ class HostShadows:
                 return
             # Gradients are made in backward passes, where nobody looks on, so the tensor was there before.
             may_be_gradient = tensor.is_floating_point() and (tensor.numel() > 1 or not made)
-            made_now = torch.zeros(size, dtype=torch.uint8).untyped_storage()
+            with record_function(ON_HOST):  # none of the script's operators
+                made_now = torch.zeros(size, dtype=torch.uint8).untyped_storage()
             shadow = _HostShadow(made_now, may_be_gradient=may_be_gradient)
             self._add(storage, shadow, size)
             if values is None:

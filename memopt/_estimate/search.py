@@ -24,6 +24,7 @@ from memopt._estimate.runs_ahead import RunsAhead
 from memopt._run.plan import (
     BF16,
     CHECKPOINT,
+    CODED_ACTIVATIONS,
     EIGHT_BITS,
     FACTORED,
     FOUR_BITS,
@@ -36,6 +37,7 @@ from memopt._run.plan import (
     OFFLOAD_LAYERS,
     OFFLOAD_STATES,
     OPTIONS,
+    SAVED_ELSEWHERE,
     STATES_ON_DISK,
     STEP_IN_BACKWARD,
     TILES,
@@ -61,6 +63,7 @@ _TIER = {
     EIGHT_BITS: OTHER,
     FOUR_BITS: OTHER,
     FACTORED: OTHER,
+    CODED_ACTIVATIONS: OTHER,
     BF16: OTHER,
 }
 _APART = [  # of each at most one
@@ -69,7 +72,7 @@ _APART = [  # of each at most one
     {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD},
     {OFFLOAD_STATES, STATES_ON_DISK},
     {STATES_ON_DISK, STEP_IN_BACKWARD},
-    {CHECKPOINT, OFFLOAD_ACTIVATIONS},
+    {CHECKPOINT, *SAVED_ELSEWHERE},
     {"expandable", "pool"},
     *({FUSED, option} for option in OPTIONS),
 ]
@@ -166,7 +169,7 @@ class Search:
 
     def with_more_room(self, names: Names, room: int, *, native: bool) -> Names:
         """Return techniques that fit with what they have for activations made larger, if they are faster then: the
-        budget of CHECKPOINT, or what OFFLOAD_ACTIVATIONS keeps on the device; with expandable segments, if they fit
+        budget of CHECKPOINT, or what those of SAVED_ELSEWHERE leave as it is; with expandable segments, if they fit
         with these.
 
         Fixed segments may have no place for the blocks of a plan that leaves little; nor for those of a checkpoint,
@@ -178,7 +181,7 @@ class Search:
             native: Whether the allocator is torch's own, if none is among the names.
         """
         first = self.run(names)
-        own = next((name for name in names if name.startswith((CHECKPOINT, OFFLOAD_ACTIVATIONS))), None)
+        own = next((name for name in names if name.startswith((CHECKPOINT, *SAVED_ELSEWHERE))), None)
         if own is None or first is None:
             return names
         others = names - {own}

@@ -23,16 +23,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C import _profiler
+from torch.utils._python_dispatch import _disable_current_modes
 
 import memopt.sim
 from memopt import _C
 from memopt._estimate.step_time import HOST, WAIT, Segment
+from memopt._offload.codes import Codes
 from memopt.optim._disk_states import DiskState
 from memopt.optim._one_pass import OnePass
 from memopt.sim._compute import ON_HOST
 
 _STEPS = 3  # the first ones, of which the last is counted: each that is observed takes time
 _MARK = "memopt: a segment ends"
+_CODING = "memopt: coding"
 _COPIES = ("to_device", "to_host", "side_to_device", "side_to_host")
 
 
@@ -45,6 +48,7 @@ class Observation:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / f"step-{os.getpid()}.json"
+        _mark_coding()
         if not _profiler._add_execution_trace_observer(str(self._file)):
             raise RuntimeError("the operators of a step cannot be observed: something else observes them")
         _profiler._enable_execution_trace_observer()
@@ -68,6 +72,28 @@ class Observation:
     def forget(self) -> None:
         """In a forked child, observe nothing: the file is its parent's."""
         _profiler._disable_execution_trace_observer()
+
+
+@functools.cache
+def _mark_coding() -> None:
+    """Have the operators that code and decode saved activations be below a mark of their own from now on."""
+
+    def marked(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(*args: Any) -> Any:
+            mark = torch.autograd.profiler.record_function(_CODING)
+            with _disable_current_modes():  # under one the mark would end before the operators
+                mark.__enter__()
+            try:
+                return original(*args)
+            finally:
+                with _disable_current_modes():
+                    mark.__exit__(None, None, None)
+
+        return run
+
+    for name in ("__init__", "decoded"):
+        setattr(Codes, name, marked(getattr(Codes, name)))
 
 
 class StepTrace:
@@ -239,12 +265,16 @@ _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 def _operators(trace: dict[str, Any]) -> Iterator[list[tuple[str, float, float]]]:
     """Yield the operators of each segment of a trace.
 
-    An operator that is made of others counts as these; one whose operations torch's counter knows counts itself.
+    An operator that is made of others counts as these; one whose operations torch's counter knows counts itself. What a
+    hook codes while an operator saves its tensors is no part of that one.
     """
     nodes = _of_this_trace(trace["nodes"])
-    children = defaultdict(list)
+    known = {node["id"] for node in nodes}
+    children, first = defaultdict(list), []
     for node in nodes:
-        if node["ctrl_deps"] != node["id"]:
+        if node["name"] == _CODING or node["ctrl_deps"] == node["id"] or node["ctrl_deps"] not in known:
+            first.append(node)
+        else:
             children[node["ctrl_deps"]].append(node)
     met: list[tuple[int, tuple[str, float, float] | None]] = []
 
@@ -264,10 +294,8 @@ def _operators(trace: dict[str, Any]) -> Iterator[list[tuple[str, float, float]]
         if row is not None:
             met.append((node["id"], row))
 
-    known = {node["id"] for node in nodes}
-    for node in nodes:
-        if node["ctrl_deps"] == node["id"] or node["ctrl_deps"] not in known:
-            visit(node)
+    for node in first:
+        visit(node)
     segment: list[tuple[str, float, float]] = []
     for _, row in sorted(met, key=lambda one: one[0]):
         if row is not None:

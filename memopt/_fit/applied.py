@@ -18,6 +18,7 @@ from memopt._microbatch.backward import backward
 from memopt._offload.layers import offload_layers
 from memopt._run.plan import (
     CHECKPOINT,
+    CODED_ACTIVATIONS,
     FUSED,
     LOSS_HEAD,
     OFFLOAD_LAYERS,
@@ -67,7 +68,7 @@ class AppliedFit:
         if FUSED in names or of_optimizers(names):
             self.optimizer, undo = replaced(step.optimizer, options_of(names))
             self._undo.callback(self._take_back, undo)
-        if CHECKPOINT in names:
+        if names & {CHECKPOINT, CODED_ACTIVATIONS}:
             with step.cast(names):
                 self._checkpoint()
             self._undo.callback(undo_checkpoint, model)

@@ -20,7 +20,7 @@ from memopt._checkpoint.stages.costs import bytes_of
 from memopt._estimate.fit import ALLOWED
 from memopt._estimate.search import ALIKE, BIT_EQUAL, FREE, OTHER, TIERS, Names, combinations, tier_of
 from memopt._fit import optimizers
-from memopt._fit.pricing import Attempt, Prices, micro_batches_of
+from memopt._fit.pricing import SCHEDULES, Attempt, Prices, micro_batches_of
 from memopt._fit.result import Fit, Row
 from memopt._fit.training_step import TrainingStep
 from memopt._microbatch.split_batch import Reduction
@@ -28,6 +28,7 @@ from memopt._offload.model_layers import check_model
 from memopt._run.plan import (
     BF16,
     CHECKPOINT,
+    CODED_ACTIVATIONS,
     EIGHT_BITS,
     FACTORED,
     FOUR_BITS,
@@ -104,7 +105,8 @@ def fit(
         exact: Whether results must be bit-equal to the plain training's.
         allow: What may change results beyond rounding: "8bit" and "4bit" (optimizer states), "factored" (second
             moments, as averages of rows and columns), "bf16" (autocast of the model and the loss), "dropout"
-            (micro-batches of a model that draws random numbers, which then draw others).
+            (micro-batches of a model that draws random numbers, which then draw others), "8bit-activations" (a schedule
+            by which stages are kept, recomputed or kept in 8 bits: memopt.auto_checkpoint(to="8bit")).
         reads_gradients: Whether the training reads gradients between backward and step: clips, scales or logs them.
             They then stay where they are.
         host_memory: Most bytes of the host's memory that a plan takes, for what it puts there: states, gradients, what
@@ -269,6 +271,8 @@ class Planner:
                 return str(error)
             return ""
 
+        if self._wanted(CODED_ACTIVATIONS, lambda: ""):
+            yield CODED_ACTIVATIONS
         if self._wanted(LOSS_HEAD, no_loss_head):
             yield LOSS_HEAD
         if self._wanted(TILES, no_tiles):
@@ -320,7 +324,7 @@ class Planner:
         known = sorted({1, *(micro_batches_of([name]) for name in self.micro_batches)})
         place = known.index(count)
         near = self._between(known[place - 1], count, others)
-        if CHECKPOINT in others and place + 1 < len(known):  # by fewer recomputations
+        if others & SCHEDULES and place + 1 < len(known):  # by fewer recomputations
             sizes = [self.prices.micro_batch_size(known[k]) for k in (place, place + 1)]
             near.append(self.prices.count_of(sum(sizes) // 2))
         tried = [self.prices.attempt(others | {_several(other)}) for other in near]
@@ -349,9 +353,10 @@ class Planner:
                     yield names
 
     def _leave_out_what_has_no_chain(self) -> None:
-        if (why := self.prices.no_chain()) and CHECKPOINT in self.levers:
-            self.levers.remove(CHECKPOINT)
-            self.refused[CHECKPOINT] = why
+        for name in SCHEDULES.intersection(self.levers):
+            if why := self.prices.no_chain():
+                self.levers.remove(name)
+                self.refused[name] = why
 
     def fastest(self, tier: int) -> Attempt | None:
         """Return the fastest combination of a tier that fits, the smallest one of those that are about as fast."""
@@ -411,7 +416,7 @@ class Planner:
             least_budget=0 if least is None else least.least + least.least // SPARE,
             recomputed=self._recomputed(chosen),
             chain_budget=self._chain_budget(chosen),
-            to=self.prices.to if chosen is None else self.prices.to_of(chosen),
+            to=self.prices.to(Names()) if chosen is None else self.prices.to_of(chosen),
             micro_batch_size=None
             if chosen is None or micro_batches_of(chosen.names) == 1
             else self.prices.micro_batch_size(micro_batches_of(chosen.names)),

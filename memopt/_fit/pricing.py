@@ -54,6 +54,7 @@ from memopt._offload.schedule_sets import Bandwidth, bandwidth
 from memopt._run.plan import (
     BF16,
     CHECKPOINT,
+    CODED_ACTIVATIONS,
     EIGHT_BITS,
     FACTORED,
     FOUR_BITS,
@@ -63,6 +64,7 @@ from memopt._run.plan import (
     OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
     OFFLOAD_STATES,
+    SAVED_ELSEWHERE,
     STATES_ON_DISK,
     STEP_IN_BACKWARD,
     TILES,
@@ -77,6 +79,9 @@ from memopt.optim._state_bytes import OptimizerBytes, foretold
 
 NEAR = 1.5  # times the budget: what is worked out to take more is not tried
 OTHER_FORWARD = Names({LOSS_HEAD, TILES, BF16})  # levers with which the model runs other functions
+SCHEDULES = Names(
+    {CHECKPOINT, CODED_ACTIVATIONS}
+)  # with which the model's stages run by one, by their places
 RANDOM_STATES = 4  # that memopt.backward has: of the batch, of a micro-batch, and two that are compared
 
 
@@ -145,7 +150,7 @@ class Prices:
         self._measured: dict[tuple[int, Names, Names], Measured] = {}
         self._beside: dict[Names, OnDevice] = {}
         self._step_seconds: dict[Names, float] = {}
-        self._less: dict[tuple[int, Names, Names, bool], int] = {}
+        self._less: dict[tuple[int, Names, Names, Names], int] = {}
 
     # ---- measurement -------------------------------------------------------------------------------------------------
 
@@ -337,7 +342,7 @@ class Prices:
         plain = keep_all(costs.chain)
         in_passes = costs.fixed + fixed + costs.around.peak(plain)
         seconds, candidate = plain.seconds, None
-        if CHECKPOINT in names:
+        if names & SCHEDULES:
             try:
                 candidate = self._candidate(names, fixed, room)
             except InfeasibleBudget:
@@ -379,7 +384,7 @@ class Prices:
                 speed=speed,
             )
 
-        found = planned(None if self.to is None else self.link)
+        found = planned(self._speed(names))
         if found[0].offload_slots and too_much_of_host(self._on_host(names, found), self.host_memory):
             return planned(None)
         return found
@@ -389,7 +394,7 @@ class Prices:
 
         A chain counts what skips its stages for longer than it lives. They are the same whatever the optimizer is.
         """
-        key = (micro_batches_of(names), names & OTHER_FORWARD, _going(names), candidate is not None)
+        key = (micro_batches_of(names), names & OTHER_FORWARD, _going(names), names & SCHEDULES)
         if OFFLOAD_LAYERS in names:
             return 0
         if key not in self._less:
@@ -400,15 +405,20 @@ class Prices:
             self._less[key] = max(0, foreseen - taken) if taken else 0
         return self._less[key]
 
-    @property
-    def to(self) -> str | None:
-        """The place besides the device where stages may keep what they save: "cpu", or none."""
+    def to(self, names: Names) -> str | None:
+        """Return the other place where stages may keep what they save: "8bit", "cpu", or none."""
+        if CODED_ACTIVATIONS in names:
+            return SAVED_ELSEWHERE[CODED_ACTIVATIONS]
         return "cpu" if self.step.device.type == "cuda" else None
 
     def to_of(self, found: Attempt) -> str | None:
         """Return that place, but none where the host's memory is limited and the schedule takes nothing of it."""
-        limited = self.host_memory is not None
-        return None if limited and found.candidate and not found.candidate[0].offload_slots else self.to
+        to, limited = self.to(found.names), self.host_memory is not None
+        idle = found.candidate is not None and not found.candidate[0].offload_slots
+        return None if to == "cpu" and limited and idle else to
+
+    def _speed(self, names: Names) -> Bandwidth | None:
+        return None if (to := self.to(names)) is None else bandwidth(to, self.step.device)
 
     def _optimizer(self, names: Names) -> OptimizerBytes:
         """Return what the optimizer takes; nothing where its parameters are on the host."""
@@ -492,7 +502,7 @@ class Prices:
         optimizer = optimizer._replace(unseen=optimizer.unseen + self._besides(names))
         with self._as_with(micro_batches_of(names), names & OTHER_FORWARD, _going(names)):
             if candidate is not None:
-                forward = planned_forward(candidate, measured.costs, measured.chain, self.to)
+                forward = planned_forward(candidate, measured.costs, measured.chain, self.to(names))
             else:
                 forward = _plain_forward(measured)
             return bytes_of_step(measured.costs, forward, optimizer, accumulate=self._accumulates(names))

@@ -13,6 +13,7 @@ from memopt._fit.training_step import TrainingStep
 from memopt._run.plan import (
     BF16,
     CHECKPOINT,
+    CODED_ACTIVATIONS,
     FUSED,
     LOSS_HEAD,
     MICRO_BATCHES,
@@ -166,6 +167,9 @@ class Fit(Result):
         if name == CHECKPOINT:
             some, of = self.recomputed
             return f"{some} of {of} stages run again{' or are offloaded' if self.to else ''}"
+        if name == CODED_ACTIVATIONS:
+            some, of = self.recomputed
+            return f"{some} of {of} stages are kept in 8 bits or run again"
         if name == FUSED or of_optimizers([name]):
             return f"memopt.optim.{counterpart_of(self.step.optimizer).__name__}"
         if name.startswith(MICRO_BATCHES):
@@ -222,7 +226,7 @@ class Fit(Result):
             lines.append(f"optimizer = memopt.optim.{kind}({groups}{given})")
             lines.append("optimizer.load_state_dict(states)")
         cast = f"with torch.autocast({step.device.type!r}, torch.bfloat16):" if BF16 in names else ""
-        if CHECKPOINT in names:
+        if names & {CHECKPOINT, CODED_ACTIVATIONS}:
             *inputs, call = self._checkpoint_lines()
             lines += [*inputs, *([cast, f"    {call}"] if cast else [call])]
         if self.micro_batch_size is not None:

@@ -1,4 +1,4 @@
-"""memopt.offload_activations: what a forward pass saves for its backward pass waits on the host, or on a disk.
+"""memopt.offload_activations: what a forward pass saves for its backward pass waits on the host, on a disk, or coded.
 
 The storages that one pass saved are here, on their way, or away. In the order in which they were saved last:
 
@@ -12,12 +12,12 @@ elsewhere (an input, a buffer, a weight that autocast keeps) would be copied for
 memory of the oldest that leaves is let go when its copy is over, by the order of streams; the host waits for nothing.
 
 The backward pass wants them from the last to the first: when one is wanted, those before it begin to come, at most
-`in_flight` bytes ahead."""
+`in_flight` bytes ahead. Codes of 8 bits (codes.py) are made and read in the computation's own order: nothing is in
+flight."""
 
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import threading
 import warnings
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from memopt import _C
+from memopt._offload.codes import EIGHT_BITS, CodedTransfer, can_code
 from memopt._offload.pinned_memory import host_memory
 from memopt._offload.transfers import (
     DiskSpace,
@@ -42,6 +43,8 @@ from memopt._offload.transfers import (
     can_go,
     disk_space,
     give_up,
+    uses_by_one,
+    uses_of,
 )
 from memopt._runtime import arguments
 
@@ -51,11 +54,11 @@ ASKED_AGAIN = 4  # storages that live on elsewhere are asked again, so many each
 class offload_activations(ContextDecorator):
     """A context for a forward pass that moves what autograd saves off the device until the backward pass needs it.
 
-    It can also decorate a forward function. Gradients are bit-equal. A saved storage is copied once, however many
-    tensors of it were saved. Parameters, and tensors that live on elsewhere, stay on the device. So do the tensors that
-    the backward pass needs first, up to `keep` bytes: if no more than that is saved, nothing is copied. Copies
-    overlap with the computation, on streams of their own, and come back in the order of the backward pass; the host
-    waits for no device. Tensors that have been changed in place since are refused, as autograd refuses them. Under
+    It can also decorate a forward function. Gradients are bit-equal, unless to="8bit". A saved storage is copied once,
+    however many tensors of it were saved. Parameters, and tensors that live on elsewhere, stay on the device. So do the
+    tensors that the backward pass needs first, up to `keep` bytes: if no more than that is saved, nothing is copied.
+    Copies overlap with the computation, on streams of their own, and come back in the order of the backward pass; the
+    host waits for no device. Tensors that have been changed in place since are refused, as autograd refuses them. Under
     memopt.checkpoint and torch's, regions keep what they keep, and their inputs are offloaded. During a CUDA graph's
     capture nothing is offloaded. Under to="cpu", tensors on the CPU stay there, and a warning says so once.
 
@@ -63,17 +66,24 @@ class offload_activations(ContextDecorator):
         min_size: Smaller storages stay on the device (bytes or "1MiB").
         to: "cpu": pinned memory for a CUDA device, allocated in the first step and kept for the next ones. Or a
             directory on a disk, for tensors on a CUDA device or the CPU: an unnamed file, of which nothing is left
-            however the process ends.
+            however the process ends. Or "8bit", for tensors on a CUDA device or the CPU: storages in fp32, fp16 or bf16
+            stay there as codes of 8 bits, a quarter or half of their size, by blockwise quantization: 256 elements have
+            a scale, and an error of at most 1/253 of the largest of them (and their dtype's own rounding). Gradients
+            change by that; the computation waits for coding and decoding. Others stay as they are: integers, storages
+            of which tensors of several dtypes were saved, and those of 1/32 of the largest or less, such as attention's
+            logsumexp. Zeros, and no others, come back as zeros; -inf is exact; a block with other infinities or NaN
+            comes back without a finite value. A function that divides by what it saved, such as log(), is wrong where
+            that is small beside its block's largest: call it outside.
         in_flight: The most bytes that may be in transfer at once (bytes or text). By default twice the largest storage.
             A larger value hides copies behind longer stretches of computation; the peak grows by as much, and by twice
             as much without `keep`.
-        keep: The most bytes that stay on the device when the forward pass ends (bytes or text), by default `in_flight`.
-            A larger value copies less; the peak grows by as much.
+        keep: The most bytes that stay on the device when the forward pass ends (bytes or text), by default `in_flight`,
+            and with "8bit" nothing. A larger value copies less; the peak grows by as much.
         host_memory: The most bytes of pinned memory in all. Storages beyond it stay on the device, and a warning says
             so once. On the way back from a disk, storages that are needed at once may take more.
 
     Raises:
-        ValueError: A size is not valid.
+        ValueError: A size is not valid; or in_flight or host_memory is given with to="8bit", which transfers nothing.
         OSError: `to` is not a directory; or, at the next call, the disk is full or fails. The error names the
             directory.
 
@@ -81,6 +91,8 @@ class offload_activations(ContextDecorator):
         >>> with memopt.offload_activations():
         ...     loss = loss_fn(model(x), y)
         >>> loss.backward()
+        >>> with memopt.offload_activations(to="8bit"):
+        ...     loss = loss_fn(model(x), y)
     """
 
     def __init__(
@@ -102,14 +114,23 @@ class offload_activations(ContextDecorator):
         ] = []
         self._warned = False
         self._writes = WriteQueue()
-        if self.to != "cpu" and not os.path.isdir(self.to):
+        if self.to == EIGHT_BITS:
+            if in_flight is not None or host_memory is not None:
+                raise ValueError(
+                    'offload_activations: in_flight= and host_memory= are for copies, and to="8bit" makes none: leave '
+                    "them out; keep= is what stays as it is"
+                )
+            self.in_flight = 0
+        elif self.to != "cpu" and not os.path.isdir(self.to):
             raise NotADirectoryError(
-                errno.ENOTDIR, 'offload_activations: to= must be "cpu" or a directory on a disk', self.to
+                errno.ENOTDIR,
+                'offload_activations: to= must be "cpu", "8bit" or a directory on a disk',
+                self.to,
             )
         self.last: SavedStorages | None = None  # bytes_out and bytes_in of the pass that ended last
 
     def __enter__(self) -> offload_activations:
-        space = None if self.to == "cpu" else disk_space(self.to)
+        space = None if self.to in ("cpu", EIGHT_BITS) else disk_space(self.to)
         saved = self._new_pass(space)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._packer(saved), methodcaller("unpack"))
         hooks.__enter__()
@@ -158,6 +179,10 @@ class offload_activations(ContextDecorator):
         self, space: DiskSpace | None, saved: SavedStorage, flat: torch.Tensor
     ) -> StorageTransfer | None:
         transfer: StorageTransfer | None
+        if self.to == EIGHT_BITS:
+            if saved.dtype is None or not can_code(saved.dtype, saved.nbytes, saved.within.largest_alone):
+                return None
+            return CodedTransfer(flat.view(saved.dtype), saved.stream)
         if space is None:
             room = host_memory(flat.device).take(saved.nbytes, self.host_memory)
             transfer = None if room is None else PinnedTransfer(flat, room, saved.stream)
@@ -199,8 +224,8 @@ class OffloadedCalls(offload_activations):
     What one call saved last may leave while the next one runs. The forward pass ends with the first tensor that the
     backward pass wants, or before a module is called again: what no backward pass follows is not held for longer."""
 
-    def __init__(self, keep: int | None = None) -> None:
-        super().__init__(keep=keep)
+    def __init__(self, keep: int | None = None, to: str = "cpu") -> None:
+        super().__init__(keep=keep, to=to)
         self._shared: SavedStorages | None = None
         self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -290,19 +315,6 @@ class SavedWrapper:
 # ---- storages of a pass ----------------------------------------------------------------------------------------------
 
 
-def uses_of(storage: int) -> int:
-    """Return the number of C++ references to a storage; its Python object, once it exists, counts as torch counts
-    it."""
-    return int(torch._C._storage_Use_Count(storage))  # type: ignore[attr-defined]
-
-
-@functools.cache
-def uses_by_one() -> int:
-    """Return uses_of() for a storage that one tensor holds."""
-    tensor = torch.empty(1)
-    return uses_of(tensor.untyped_storage()._cdata)
-
-
 class SavedStorage:
     """A storage, each once a pass, however many tensors of it were saved."""
 
@@ -315,6 +327,7 @@ class SavedStorage:
         "_storage",
         "_transfer",
         "coming",
+        "dtype",
         "nbytes",
         "position",
         "round",
@@ -332,6 +345,7 @@ class SavedStorage:
         # torch keeps the Python object of a storage for as long as C++ uses it: the reference dies with the storage.
         self._storage = weakref.ref(storage)
         self._cdata, self.nbytes = storage._cdata, storage.nbytes()
+        self.dtype: torch.dtype | None = tensor.dtype  # of the tensors that were saved of it; None of several
         self.version, self.stream, self.within = tensor._version, stream, within
         self._transfer: StorageTransfer | None = None
         self._flat: torch.Tensor | None = None
@@ -433,7 +447,7 @@ class SavedStorages:
         keep: int | None,
     ) -> None:
         self._begin, self._in_flight, self._keep = begin, in_flight, keep
-        self._largest = 0
+        self._largest = self.largest_alone = 0  # bytes of a storage; of one that has left, or would have
         self._known: dict[int, SavedStorage] = {}  # by the storage's address in C++; while the pass lasts
         self._here: dict[SavedStorage, None] = {}  # in the order of saving
         self._elsewhere: deque[SavedStorage] = deque()  # held by others when it was their turn
@@ -467,6 +481,8 @@ class SavedStorages:
                 self._here_bytes += saved.nbytes
             elif saved in self._here:  # now the last
                 self._here[saved] = self._here.pop(saved)
+            if saved.dtype != tensor.dtype:
+                saved.dtype = None
             if saved.position >= 0:
                 self._order[saved.position] = None
             saved.position = len(self._order)
@@ -491,6 +507,7 @@ class SavedStorages:
         if not saved.alone():
             self._elsewhere.append(saved)
             return
+        self.largest_alone = max(self.largest_alone, saved.nbytes)
         flat = saved.whole()
         transfer = None if flat is None else self._begin(saved, flat)
         if flat is None or transfer is None:

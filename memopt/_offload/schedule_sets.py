@@ -10,6 +10,8 @@ beside the rest of the stage. Then, in this order:
     fetch    the way back begins, beside the computation
     tensor   a saved tensor is wanted
 
+A set that stays in 8 bits (codes.py) is coded when it is settled, and each of its storages decoded when it is wanted.
+
 The copies are those of transfers.py. Pinned memory for all sets is taken in one piece when the first of it is wanted,
 and a file on a disk then too; both are used by step after step. Which places there are, and how fast they are, is asked
 before a schedule is made (destination, bandwidth)."""
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from memopt._offload.codes import EIGHT_BITS, CodedTransfer, can_code, code_bytes
 from memopt._offload.pinned_memory import PinnedPool, index_of
 from memopt._offload.transfers import (
     LEAST_BYTES,
@@ -37,6 +40,8 @@ from memopt._offload.transfers import (
     StorageTransfer,
     WriteQueue,
     can_go,
+    uses_by_one,
+    uses_of,
 )
 from memopt._runtime import device_clock
 
@@ -49,9 +54,9 @@ TRIALS = 3
 
 
 class ScheduleOffload:
-    """The place off the device for what stages save.
+    """The place for what stages save: off the device, or on it in 8 bits.
 
-    to: "cpu" for stages on a CUDA device, or a directory on a disk. sets: bytes of each stage's, its storages
+    to: "cpu" for stages on a CUDA device, a directory on a disk, or "8bit". sets: bytes of each stage's, its storages
     aligned(). least_bytes: of a storage that goes."""
 
     def __init__(
@@ -74,9 +79,16 @@ class ScheduleOffload:
         """Begin a run of the stage. given: tensors, in any structure, that it does not hold alone."""
         return OffloadedSet(self, stage, given)
 
+    @property
+    def is_coded(self) -> bool:
+        return self.to == EIGHT_BITS
+
     def transfer(self, flat: torch.Tensor) -> StorageTransfer:
-        """Begin a storage's copy out; it may be used by the present stream. Raises MemoryError or OSError where the
-        place has no room for it."""
+        """Begin a storage's copy out; it may be used by the present stream. flat: its bytes, or its elements where they
+        are coded. Raises MemoryError or OSError where the place has no room for it."""
+        if self.is_coded:
+            stream = torch.cuda.current_stream(flat.device).cuda_stream if flat.is_cuda else 0
+            return CodedTransfer(flat, stream)
         if not flat.is_cuda:
             return DiskTransfer(flat, self._disk().take(flat.numel()))
         transfer: StorageTransfer | None
@@ -124,11 +136,21 @@ class ScheduleOffload:
 class OffloadedStorage:
     """A storage that a stage saved: as long as it stays on the device itself (`storage`), else a copy of it."""
 
-    __slots__ = ("__weakref__", "_offload", "_tensor", "_transfer", "_version", "position", "storage")
+    __slots__ = (
+        "__weakref__",
+        "_offload",
+        "_tensor",
+        "_transfer",
+        "_version",
+        "dtype",
+        "position",
+        "storage",
+    )
 
     def __init__(self, tensor: torch.Tensor, position: int, offload: ScheduleOffload) -> None:
         self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
         self.position, self._offload = position, offload
+        self.dtype: torch.dtype | None = tensor.dtype  # of the tensors that were saved of it; None of several
         self._version = -1  # that was copied
         self._tensor: torch.Tensor | None = tensor.detach()  # counts versions with the stage's own
         self._transfer: StorageTransfer | None = None
@@ -141,12 +163,28 @@ class OffloadedStorage:
             return
         self._transfer = None  # another may have its room
         with self._offload.errors():
-            flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+            dtype = self.dtype if self._offload.is_coded else torch.uint8
+            flat = torch.empty(0, dtype=dtype, device=self.storage.device)
             self._transfer = self._offload.transfer(flat.set_(self.storage))
         self._version = self._tensor._version
 
     def stay(self) -> None:
         self._tensor = self._transfer = None
+
+    def bytes_alone(self) -> int:
+        """Return the storage's bytes, 0 if somebody else holds it."""
+        assert self.storage is not None
+        return self.storage.nbytes() if uses_of(self.storage._cdata) == uses_by_one() else 0
+
+    def code(self, largest: int) -> bool:
+        """Code the storage, or have it stay; return whether it may go. largest: bytes of the set's largest one."""
+        nbytes = self.bytes_alone()
+        goes = nbytes > 0 and can_code(self.dtype, nbytes, largest)
+        if goes:
+            self.start()
+        else:
+            self.stay()
+        return goes
 
     def leave(self) -> None:
         """Let the storage go once it is copied."""
@@ -226,7 +264,7 @@ class OffloadedSet:
         return self
 
     def __exit__(self, kind: Any, *raised: object) -> None:
-        if kind is not None:
+        if kind is not None and not self.offload.is_coded:
             with contextlib.suppress(OSError):
                 self.settle()
 
@@ -242,7 +280,9 @@ class OffloadedSet:
         storage = self.storages.get(address)
         if storage is None:
             storage = self.storages[address] = OffloadedStorage(tensor, self.position, self.offload)
-        if storage.position not in self.expected:
+        if storage.dtype != tensor.dtype:
+            storage.dtype = None
+        if storage.position not in self.expected and not self.offload.is_coded:
             storage.start()
         return OffloadedTensor(storage, tensor)
 
@@ -254,7 +294,8 @@ class OffloadedSet:
             storage.stay()
         self.offload.outputs[self.stage] = positions
         for storage in self.storages.values():
-            storage.start()
+            if not self.offload.is_coded:
+                storage.start()
 
     def leave(self) -> None:
         """Let all memory go, also of what others hold for now."""
@@ -264,10 +305,13 @@ class OffloadedSet:
 
     def settle(self) -> None:
         """Free all memory; raise the first error once everything is settled."""
-        failure = None
+        failure, largest = None, 0
+        if self.offload.is_coded:
+            largest = max((storage.bytes_alone() for storage in self.storages.values()), default=0)
         for storage in self.storages.values():
             try:
-                storage.go()
+                if not self.offload.is_coded or storage.code(largest):
+                    storage.go()
             except OSError as error:
                 failure = failure or error
                 storage.stay()
@@ -323,6 +367,16 @@ class Bandwidth(NamedTuple):
         return max(seconds, nbytes / self.back)
 
 
+class CodingSpeed(Bandwidth):
+    """Bytes of codes a second that are made and read, by the computation's own stream."""
+
+    def forward(self, seconds: float, nbytes: int) -> float:
+        return seconds + nbytes / self.out
+
+    def backward(self, seconds: float, nbytes: int) -> float:
+        return seconds + nbytes / self.back
+
+
 def destination(to: str | os.PathLike[str] | None, device: torch.device) -> str | None:
     """`to` as ScheduleOffload takes it. ValueError or OSError, with what to give instead, where it is none for stages
     on this device."""
@@ -333,15 +387,18 @@ def destination(to: str | os.PathLike[str] | None, device: torch.device) -> str 
         if device.type != "cuda":
             raise ValueError(
                 f'to="cpu" is for a model on a CUDA device, but this one is on {device.type}: copies in the '
-                "memory that already holds the tensors would gain nothing; give the path of a directory on a disk"
+                'memory that already holds the tensors would gain nothing; give "8bit", or the path of a directory on '
+                "a disk"
             )
         return where
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"to={where!r}: tensors on {device.type} cannot be offloaded, only those on a CUDA device or the CPU"
         )
+    if where == EIGHT_BITS:
+        return where
     if not os.path.isdir(where):
-        said = f'to={where!r}: there is no such directory: give "cpu", or a directory on a disk'
+        said = f'to={where!r}: there is no such directory: give "cpu", "8bit", or a directory on a disk'
         raise FileNotFoundError(errno.ENOENT, said, where)
     with DiskErrors(where):
         DiskSpace(where)  # that it can be written to is better known now
@@ -349,9 +406,9 @@ def destination(to: str | os.PathLike[str] | None, device: torch.device) -> str 
 
 
 def bandwidth(to: str, device: torch.device) -> Bandwidth:
-    """Measured with copies of 16 MiB, which live for as long as that takes, once in a process for each device and
-    disk."""
-    return _measured(to, device, 0 if to == "cpu" else os.stat(to).st_dev)
+    """Measured with copies or codes of 16 MiB, which live for as long as that takes, once in a process for each device
+    and disk."""
+    return _measured(to, device, 0 if to in ("cpu", EIGHT_BITS) else os.stat(to).st_dev)
 
 
 @cache
@@ -359,6 +416,10 @@ def _measured(to: str, device: torch.device, disk: int) -> Bandwidth:
     del disk  # what may be mounted there changes
     offload = ScheduleOffload(to, {0: NBYTES})
     flat = torch.zeros(NBYTES, dtype=torch.uint8, device=device)
+    kind, nbytes = Bandwidth, NBYTES
+    if offload.is_coded:  # elements of any dtype take about the same
+        flat = flat.view(torch.float32)
+        kind, nbytes = CodingSpeed, code_bytes(NBYTES, torch.float32)
     seconds, clock = [], device_clock.clock
     for _ in range(TRIALS):
         with clock.running():
@@ -370,4 +431,4 @@ def _measured(to: str, device: torch.device, disk: int) -> Bandwidth:
             transfer.back()
             times.append(clock.now(device))
         seconds.append([clock.between(*pair) for pair in itertools.pairwise(times)])
-    return Bandwidth(*(NBYTES / max(min(column), 1e-9) for column in zip(*seconds, strict=True)))
+    return kind(*(nbytes / max(min(column), 1e-9) for column in zip(*seconds, strict=True)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import sys
 import threading
@@ -97,6 +98,19 @@ def can_go(tensor: torch.Tensor, least_bytes: int = LEAST_BYTES) -> bool:
         and not (tensor.is_conj() or tensor.is_neg())
         and tensor.untyped_storage().nbytes() >= max(least_bytes, 1)
     )
+
+
+def uses_of(storage: int) -> int:
+    """Return the number of C++ references to a storage; its Python object, once it exists, counts as torch counts
+    it."""
+    return int(torch._C._storage_Use_Count(storage))  # type: ignore[attr-defined]
+
+
+@functools.cache
+def uses_by_one() -> int:
+    """Return uses_of() for a storage that one tensor holds."""
+    tensor = torch.empty(1)
+    return uses_of(tensor.untyped_storage()._cdata)
 
 
 class StorageTransfer:

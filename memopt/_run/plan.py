@@ -17,10 +17,13 @@ import memopt
 from memopt import _C
 
 BACKENDS = ("native", "expandable", "pool")
-# Techniques that a script can be run with. CHECKPOINT is followed by ":" and a budget in bytes; OFFLOAD_ACTIVATIONS may
-# be followed by ":" and the bytes that stay on the device; STATES_ON_DISK is followed by ":" and a directory.
+# Techniques that a script can be run with. CHECKPOINT is followed by ":" and a budget in bytes; one of
+# SAVED_ELSEWHERE may be followed by ":" and the bytes that stay as they are; STATES_ON_DISK is followed by ":" and a
+# directory.
 FUSED, EIGHT_BITS, FOUR_BITS, CHECKPOINT = "fused", "eight bits", "four bits", "checkpoint"
 OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
+CODED_ACTIVATIONS = "activations in 8 bits"
+SAVED_ELSEWHERE = {OFFLOAD_ACTIVATIONS: "cpu", CODED_ACTIVATIONS: "8bit"}  # by their places
 TILES = "tiles"  # of rows, of MLPs
 OFFLOAD_GRADIENTS, OFFLOAD_STATES, STATES_ON_DISK = "offload gradients", "offload states", "states on disk"
 STEP_IN_BACKWARD, FACTORED = "step in backward", "factored"
@@ -168,11 +171,11 @@ def read(path: str) -> Plan:
 
 
 def _is_technique(name: str) -> bool:
-    if name.startswith((f"{CHECKPOINT}:", f"{OFFLOAD_ACTIVATIONS}:")):
+    if name.startswith(tuple(f"{sized}:" for sized in (CHECKPOINT, *SAVED_ELSEWHERE))):
         return name.partition(":")[2].isdecimal()
     if plain(name) == STATES_ON_DISK:
         return os.path.isabs(name.partition(":")[2])
-    return name in (FUSED, OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD, TILES, BF16, *OPTIONS)
+    return name in (FUSED, *SAVED_ELSEWHERE, OFFLOAD_LAYERS, LOSS_HEAD, TILES, BF16, *OPTIONS)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -189,7 +192,7 @@ def named(technique: str) -> str:
         return name
     if name == STATES_ON_DISK:
         return f"{name} in {size}"
-    if name == OFFLOAD_ACTIVATIONS:
+    if name in SAVED_ELSEWHERE:
         return f"{name} beyond {_C.format_size(int(size))}"
     return f"{name} within {_C.format_size(int(size))}" if int(size) > 1 else f"{name} to the least"
 

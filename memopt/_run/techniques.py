@@ -27,12 +27,12 @@ from memopt._run.plan import (
     KEEPS,
     LEAST_BUDGET,
     LOSS_HEAD,
-    OFFLOAD_ACTIVATIONS,
     OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
     OUTPUT,
     PLANNED,
     PLANNING,
+    SAVED_ELSEWHERE,
     TILES,
     of_optimizers,
     options_of,
@@ -82,7 +82,7 @@ class Techniques:
             self._watch_optimizers(offloads=OFFLOAD_LAYERS in names)
         if LOSS_HEAD in names:
             _install_loss_head(lambda: self.applied.setdefault(LOSS_HEAD, ["cross_entropy"]))
-        if names & {CHECKPOINT, OFFLOAD_ACTIVATIONS, TILES, BF16}:
+        if names & {CHECKPOINT, *SAVED_ELSEWHERE, TILES, BF16}:
             self._around_calls(behind)
 
     def _met(self, technique: str, what: object) -> None:
@@ -176,7 +176,9 @@ class Techniques:
         from memopt._offload.activations import OffloadedCalls
 
         original = nn.Module.__call__
-        offloaded = OffloadedCalls(int(names.get(OFFLOAD_ACTIVATIONS) or 0) or None)
+        elsewhere = next((name for name in SAVED_ELSEWHERE if name in names), "")
+        keep = int(names.get(elsewhere) or 0) or None
+        offloaded = OffloadedCalls(keep, SAVED_ELSEWHERE.get(elsewhere, "cpu"))
         models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         tiled: weakref.WeakSet[TiledForward] = weakref.WeakSet()
         parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -199,8 +201,8 @@ class Techniques:
                         tiled.update(install_tiles(module).values())
                     if CHECKPOINT in names:
                         self._checkpoint(module, args, kwargs, int(names[CHECKPOINT]))
-                if OFFLOAD_ACTIVATIONS in names:
-                    self._met(OFFLOAD_ACTIVATIONS, module)
+                if elsewhere:
+                    self._met(elsewhere, module)
                     around.enter_context(offloaded.of(module))
                 results = original(module, *args, **kwargs)
             if TILES not in self.applied and any(one.ran for one in tiled):

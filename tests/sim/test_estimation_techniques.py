@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from estimation_children import estimate
 
+from memopt._estimate.cards import card
+from memopt._estimate.step_time import Segment, seconds
+
 MIB = 1 << 20
 pytestmark = pytest.mark.sampled(4)
 SCRIPT = """\
@@ -105,6 +108,12 @@ def printed_peak(tmp_path, **written):
             2048,
             {"around": "with memopt.offload_activations(keep='60MiB'):"},
         ),
+        (
+            "activations in 8 bits",
+            "Sequential",
+            2048,
+            {"around": "with memopt.offload_activations(to='8bit'):"},
+        ),
         ("tiles", "Sequential", 2048, {"before": "memopt.nn.tile_mlps(model)"}),
         ("offload layers", "Sequential", 2048, {"before": "memopt.offload_layers(model)"}),
         (f"checkpoint:{132 * MIB}", "Sequential", 2048, {"planned": CHECKPOINT}),
@@ -124,6 +133,20 @@ def test_activations_that_are_kept_are_added_to_the_peak(tmp_path):
         peak(tmp_path, f"offload activations:{keep * MIB}", rows=2048)[0] // MIB for keep in (20, 40, 60)
     ]
     assert peaks[1] - peaks[0] == pytest.approx(20, abs=8) and peaks[2] - peaks[1] == pytest.approx(20, abs=8)
+
+
+def test_coding_takes_time_and_what_is_kept_is_added_to_the_peak(tmp_path):
+    coded, rates = "activations in 8 bits", card("rtx3090").rates
+    as_is, less, more = (
+        estimate(tmp_path, SCRIPT.format(**PLAIN), techniques=names, steps=3, timed=True)
+        for names in ([], [coded], [f"{coded}:{40 * MIB}"])
+    )
+    times = [seconds([Segment(**one) for one in found["step"]], rates) for found in (as_is, more, less)]
+    assert 0 < times[0] < times[1] < times[2]
+    on_host = [one for segment in less["step"] for one in segment["operators"] if one[0] == "host"]
+    assert not any(size > MIB for _, _, size in on_host)  # of codes nothing is known there
+    grown = (more["peak_allocated"] - less["peak_allocated"]) // MIB
+    assert 25 <= grown <= 45
 
 
 def test_layers_and_a_plan_take_less_than_either_alone(tmp_path):

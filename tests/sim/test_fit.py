@@ -107,6 +107,56 @@ def test_the_plan_trains_with_the_bits_of_the_script(tmp_path, kind):
     assert "a smaller card" in memopt(tmp_path, *run, "600MiB", *call, status=2).stderr
 
 
+LAYERS = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+
+class Layers(nn.Module):
+    \"\"\"Calls no module: it has no stages.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(64, 64) / 8 for _ in range(16))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = x + torch.tanh(x @ weight)
+        return x
+
+model = Layers().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(4):
+    x = torch.randn(16384, 64).cuda()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"loss {loss.item()!r}", flush=True)
+"""
+
+
+def test_activations_in_8_bits_are_planned_where_nothing_else_fits_and_only_if_allowed(tmp_path):
+    (tmp_path / "train.py").write_text(LAYERS)
+    call = ("--host-memory", "1MiB", "train.py")
+    as_is = json.loads(memopt(tmp_path, "fit", "--json", "--gpu", "8GiB", "train.py").stdout)
+    card = f"{CONTEXT + ((as_is['runs'][0]['peak_bytes'] >> 20) * 6 // 10)}MiB"
+    refused = json.loads(memopt(tmp_path, "fit", "-f", "--json", "--gpu", card, *call, status=1).stdout)
+    assert not any("activations in 8 bits" in run["techniques"] for run in refused["runs"])
+    fit = ("fit", "-f", "--json", "--gpu", card, "--allow", "8bit-activations")
+    found = json.loads(memopt(tmp_path, *fit, *call).stdout)
+    assert [name.partition(":")[0] for name in found["plan"]["techniques"]] == ["activations in 8 bits"]
+    assert found["tier"] == "other numbers" and 'to="8bit"' in found["lines"][0]
+    assert found["runs"][0]["seconds"] > as_is["runs"][0]["seconds"] > 0
+    plain = memopt(tmp_path, "run", "-q", "--no-record", "--sim", "24GiB", "train.py")
+    run = ("run", "--no-record", "--fit", "train.fit.json", "--sim", card, "train.py")
+    planned = memopt(tmp_path, *run)
+    losses = [[float(one) for one in re.findall(r"loss (\S+)", done.stdout)] for done in (plain, planned)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 4
+
+
 def test_a_script_without_a_step_has_nothing_to_plan(tmp_path):
     (tmp_path / "train.py").write_text("import torch\nkept = torch.ones(1 << 20, device='cuda')\n")
     assert "without a training step" in memopt(tmp_path, "fit", "--gpu", "1GiB", "train.py", status=2).stderr

@@ -12,13 +12,14 @@ from memopt import sim
 from memopt._C import format_size
 from memopt._checkpoint.stages.costs import bytes_of
 from memopt._estimate.search import Names
-from memopt._fit import optimizers
+from memopt._fit import optimizers, pricing
 from memopt._fit.optimizers import step_seconds
 from memopt._fit.planning import Planner
 from memopt._fit.pricing import Prices
 from memopt._fit.training_step import TrainingStep
 from memopt._offload import pinned_memory
-from memopt._run.plan import BF16, OFFLOAD_LAYERS, options_of
+from memopt._offload.schedule_sets import CodingSpeed
+from memopt._run.plan import BF16, CODED_ACTIVATIONS, OFFLOAD_LAYERS, options_of
 from memopt.optim import _turns
 from tests.helpers import fit_models
 
@@ -53,6 +54,22 @@ def test_a_plan_in_bf16_takes_what_was_worked_out() -> None:
     assert fit.names == {BF16} and fit.peak_bytes is not None
     with fit.apply() as handle:
         measured = fit_models.peak_on_cuda(one.standing(), lambda: fit_models.applied(handle, one))
+    assert measured <= fit.memory_budget and abs(fit.peak_bytes - measured) <= 0.03 * measured
+
+
+def test_a_plan_in_8_bits_takes_what_was_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pricing, "bandwidth", lambda *_: CodingSpeed(1e13, 1e13))
+    one = fit_models.training("gpt", "cuda")
+    plain = fit_models.peak_on_cuda(one.standing(), lambda: fit_models.plain(one))
+    step = TrainingStep(one.model, one.optimizer, one.sample, one.loss, "mean", None)
+    planner = Planner(step, plain * 5 // 8, False, {CODED_ACTIVATIONS}, False)
+    planner.levers = [CODED_ACTIVATIONS]
+    planner.micro_batches = []
+    fit = planner.plan()
+    assert fit.names == {CODED_ACTIVATIONS} and fit.planned is not None and fit.planned.plan.offloaded
+    with fit.apply() as handle:
+        measured = fit_models.peak_on_cuda(one.standing(), lambda: fit_models.applied(handle, one))
+        assert one.model.plan.offload == "8bit"
     assert measured <= fit.memory_budget and abs(fit.peak_bytes - measured) <= 0.03 * measured
 
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt import _C
+from memopt._offload.codes import can_code, code_bytes, work_bytes
 from memopt._offload.pinned_memory import aligned
 from memopt._offload.transfers import can_go
 from memopt._runtime import device_clock
@@ -164,6 +165,9 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.allocator = allocator_bytes(device)
         self.live = self.peak = self.made = 0
+        self.pending = self.late_peak = (
+            0  # of the live bytes some that would not be there yet; the peak without them
+        )
         self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.older: set[int] = set()  # of the known: those that were there before
         self.given_before = 0  # bytes that the allocator had given then
@@ -199,7 +203,11 @@ class Meter(TorchDispatchMode):
         self.known[identity] = (ref, size)
         self.live += size - before
         self.made += max(0, size - before)
-        self.peak = max(self.peak, self.live)
+        self._note(self.live)
+
+    def _note(self, live: int) -> None:
+        self.peak = max(self.peak, live)
+        self.late_peak = max(self.late_peak, live - self.pending)
 
     def died(self, identity: int) -> None:
         _, size = self.known.pop(identity)
@@ -247,7 +255,7 @@ class Meter(TorchDispatchMode):
         now, peak = self.allocator.now_and_peak()
         # What stays is no passing memory (cuBLAS's workspace), garbage that was collected meanwhile not its own.
         passing = max(0, peak - max(now, before + self.made - made))
-        self.peak = max(self.peak, self.live + passing)
+        self._note(self.live + passing)
         return out
 
 
@@ -299,6 +307,10 @@ class StageBytes(NamedTuple):
     parameter_grad: gradients that the backward pass makes and leaves; its overhead counts them too if they exist at its
     peak. saves_input, saves_output: whether its backward pass needs them; saved_beside_output: the saved set without
     the output. changes_input: in place; what it makes of its input then counts as its own, output or saved.
+
+    codable: the part of `movable` that can be kept in 8 bits; codes: what it takes then; coding_overhead: what the
+    codes of one storage take while they are made; late_overhead: the backward pass's if they are decoded when they are
+    wanted, and not counted before.
     """
 
     saved: int
@@ -318,6 +330,10 @@ class StageBytes(NamedTuple):
     movable_room: int = 0  # that they take there
     numbers: int = 0  # bytes of numbers of Python's that its graph keeps, in none of the others
     output_stays: bool = True  # it can be kept nowhere else, or is in memory that the stage is given
+    codable: int = 0
+    codes: int = 0
+    coding_overhead: int = 0
+    late_overhead: int = 0
 
 
 Moments = tuple[float, float]  # a begin and an end, by the device's clock
@@ -349,23 +365,42 @@ class Seed(torch.autograd.Function):
         return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
 
 
+class MovableStorage(NamedTuple):
+    """A storage of Movable. saved: the tensors of it, by their numbers among all saved ones. dtypes: theirs."""
+
+    ref: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    saved: list[int]
+    dtypes: set[torch.dtype]
+
+
 class Movable:
     """Storages that a run saves and nothing else holds: they are freed after it if the graph gets none of them."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
-        self.last: dict[int, int] = {}  # address -> index in seen
+        self.seen: list[MovableStorage] = []
+        self.last: dict[int, MovableStorage] = {}  # by address
 
-    def see(self, tensor: torch.Tensor) -> None:
+    def see(self, tensor: torch.Tensor, number: int) -> None:
         if can_go(tensor):
             storage = tensor.untyped_storage()
             last = self.last.get(storage._cdata)
-            if last is None or self.seen[last][0]() is None:
-                self.last[storage._cdata] = len(self.seen)
-                self.seen.append((weakref.ref(storage), storage.nbytes()))
+            if last is None or last.ref() is None:
+                last = MovableStorage(weakref.ref(storage), storage.nbytes(), [], set())
+                self.last[storage._cdata] = last
+                self.seen.append(last)
+            last.saved.append(number)
+            last.dtypes.add(tensor.dtype)
 
-    def gone(self) -> list[int]:
-        return [nbytes for ref, nbytes in self.seen if ref() is None]
+    def gone(self) -> list[MovableStorage]:
+        return [one for one in self.seen if one.ref() is None]
+
+
+def codable(storages: list[MovableStorage]) -> list[tuple[MovableStorage, torch.dtype]]:
+    """Return those of a stage's storages that are coded, with their dtypes."""
+    largest = max((one.nbytes for one in storages), default=0)
+    single = [(one, next(iter(one.dtypes))) for one in storages if len(one.dtypes) == 1]
+    return [(one, dtype) for one, dtype in single if can_code(dtype, one.nbytes, largest)]
 
 
 class GraphIsGone(ValueError):
@@ -400,12 +435,20 @@ def stage_bytes(
     first: list[tuple[torch.dtype, torch.Size]] = []
 
     def note(tensor: torch.Tensor) -> None:
+        movable.see(tensor, len(first))
         first.append((tensor.dtype, tensor.shape))
-        movable.see(tensor)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if len(saved) in numbers_coded:
+            storage = tensor.untyped_storage()
+            late[storage._cdata] = block_bytes(storage.nbytes(), storage.device)
         saved.append(tensor.detach())
         return saved[-1]
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        if late and tensor.layout is torch.strided:
+            meter.pending -= late.pop(tensor.untyped_storage()._cdata, 0)
+        return tensor.detach()
 
     movable = Movable()
     meter = Meter(device)
@@ -415,6 +458,9 @@ def stage_bytes(
             out = function(*args, **kwargs)
         run_peak = meter.peak
         gone = movable.gone()
+        coded = codable(gone)
+        numbers_coded = {number for one, _ in coded for number in one.saved}
+        late: dict[int, int] = {}  # bytes of what can be coded and is not wanted yet
         del out
     remake_peak = bytes_to_remake(function, arguments, standing, len(first), device)
     args, kwargs = arguments()
@@ -423,7 +469,7 @@ def stage_bytes(
     meter = Meter(device)
     meter.ignore([*standing, *given])
     with meter, torch.enable_grad():
-        with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             out = function(*args, **kwargs)
         if [(t.dtype, t.shape) for t in saved] != first:
             raise RuntimeError(
@@ -453,12 +499,17 @@ def stage_bytes(
         # By now nobody but the graph, if it does, holds the output.
         del out, outputs, ends
         held = meter.peak = meter.live
+        meter.pending = late_bytes = sum(late.values())
+        meter.late_peak = held - late_bytes
         seed.backward(one)
         # One that is changed in place is not what its gradient is kept for, but as large.
         grads = [t.grad if t.is_leaf else t for t in inputs if t.requires_grad]
         input_grad = bytes_of([grad for grad in grads if grad is not None])
         parameter_grad = bytes_of(gradients_on(trainable, device))
         backward_overhead = max(0, meter.peak - held - output_grad - input_grad)
+        late_overhead = max(0, meter.late_peak - (held - late_bytes) - output_grad - input_grad)
+    works = [work_bytes(one.nbytes, dtype, device) for one, dtype in coded]
+    codes = [code_bytes(one.nbytes, dtype) for one, dtype in coded]
     return StageBytes(
         saved=kept,
         output=output,
@@ -473,10 +524,14 @@ def stage_bytes(
         saves_output=saves_output,
         saved_beside_output=beside_output,
         changes_input=changes_input,
-        movable=sum(gone),
-        movable_room=sum(map(aligned, gone)),
+        movable=sum(one.nbytes for one in gone),
+        movable_room=sum(aligned(one.nbytes) for one in gone),
         numbers=numbers,
         output_stays=stays,
+        codable=late_bytes,
+        codes=sum(codes),
+        coding_overhead=max(map(sum, zip(codes, works, strict=True)), default=0),
+        late_overhead=late_overhead + max(works, default=0) // 2,
     )
 
 

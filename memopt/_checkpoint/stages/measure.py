@@ -489,9 +489,12 @@ def group_bytes(members: Sequence[StageBytes]) -> StageBytes:
         left.append(kept)
     first, last = members[0], members[-1]
     grad = last.output  # of the output, which the schedule counts
-    most = made = 0
+    most = late = made = 0
+    coded = codable = sum(size.codable for size in members)
     for size, stays in zip(reversed(members), reversed(left), strict=True):
         most = max(most, stays + grad + size.input_grad + size.backward_overhead + made)
+        late = max(late, stays - coded + grad + size.input_grad + size.late_overhead + made)
+        coded -= size.codable
         grad = size.input_grad
         made += size.parameter_grad
     return StageBytes(
@@ -510,6 +513,10 @@ def group_bytes(members: Sequence[StageBytes]) -> StageBytes:
         movable=sum(size.movable for size in members),
         movable_room=sum(size.movable_room for size in members),
         output_stays=last.output_stays,
+        codable=codable,
+        codes=sum(size.codes for size in members),
+        coding_overhead=max(size.coding_overhead for size in members),
+        late_overhead=max(0, late - (kept - codable) - last.output - first.input_grad),
     )
 
 

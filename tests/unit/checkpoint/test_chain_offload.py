@@ -736,7 +736,7 @@ def test_where_nothing_can_be_offloaded_to_is_said_before_anything_changes(tmp_p
     model, sample, loss = make("perceptron")
     memopt.auto_checkpoint(model, sample, memory_budget="1GiB", loss=loss)
     plan = model.plan
-    with pytest.raises(ValueError, match="would gain nothing; give the path of a directory"):
+    with pytest.raises(ValueError, match="would gain nothing; give .8bit., or the path of a directory"):
         memopt.auto_checkpoint(model, sample, memory_budget="1GiB", loss=loss, to="cpu")
     missing = tmp_path / "missing"
     with pytest.raises(FileNotFoundError, match=r"there is no such directory") as error:

@@ -118,6 +118,13 @@ def test_what_is_allowed_and_what_is_exact_decides(fit):
     for word in ("factored", "bf16"):
         assert fit(50, saves={word: 60})[0] == 1
         assert techniques(fit(50, "--allow", word, saves={word: 60})[1]) == [word]
+    saves = {"activations_in_8_bits": 60}
+    assert fit(50, saves=saves)[0] == fit(50, "--allow", "8bit", saves=saves)[0] == 1
+    status, found = fit(50, "--allow", "8bit-activations", saves=saves)
+    assert status == 0 and techniques(found) == ["activations in 8 bits"] and found["tier"] == "other numbers"
+    assert found["lines"] == ['memopt.offload_activations(to="8bit") around the forward pass']
+    exact = fit(50, "--allow", "8bit-activations", saves=saves | {"fused": 60})[1]
+    assert techniques(exact) == ["fused"]  # of a lower tier
 
 
 def test_a_batch_in_the_place_of_the_scripts_own_is_planned_for(fit):

@@ -26,7 +26,7 @@ def allowed(names):
     plain = sorted(name.partition(":")[0] for name in names)
     pairs = {("eight bits", "four bits"), ("offload gradients", "step in backward")}
     pairs |= {("micro-batches", "step in backward")}
-    pairs |= {("checkpoint", "offload activations")}
+    pairs |= {*itertools.combinations(("activations in 8 bits", "checkpoint", "offload activations"), 2)}
     pairs |= {("offload states", "states on disk"), ("states on disk", "step in backward")}
     pairs |= {tuple(sorted(("fused", option))) for option in search.OPTIONS}
     return not pairs & {*itertools.combinations(plain, 2)}
@@ -217,32 +217,34 @@ def test_a_checkpoint_gets_the_budget_that_is_left(largest, seconds, room, budge
         (9.0, None),  # nothing does
     ],
 )
-def test_activations_stay_on_the_device_where_there_is_room(held, kept):
+@pytest.mark.parametrize("technique", ["offload activations", "activations in 8 bits"])
+def test_activations_stay_on_the_device_where_there_is_room(held, kept, technique):
     """By default 50 do. The less goes, the faster."""
     mib, asked = 1 << 20, []
 
     def attempt(names):
-        name = next(name for name in names if name.startswith("offload activations"))
+        name = next(name for name in names if name.startswith(technique))
         keep = int(name.partition(":")[2] or 50 * mib)
         asked.append(keep // mib)
         peak = 200 * mib + keep
         fits = peak * (held if keep > 50 * mib else 1) <= 1000 * mib
         return Tried(fits, peak, 3.0 - keep / (1000 * mib), Answer(peak, peak))
 
-    found = Names(["offload activations", "fused"])
+    found = Names([technique, "fused"])
     plan = Search(found, 2000 * mib, 1000 * mib, RunsAhead(attempt), 1.0).with_more_room(
         found, 1000 * mib + PAGES, native=False
     )
-    own = next(name for name in plan if name.startswith("offload activations"))
+    own = next(name for name in plan if name.startswith(technique))
     size = int(own.partition(":")[2] or 0) // mib
     assert plan - {own} == {"fused"} and len(asked) <= 5
     if kept is None:
         assert plan == found
     else:
         assert kept - 60 <= size <= kept
-    assert advice.in_words(plan, {"fused": ["AdamW"], "offload activations": ["GPT"]})[1] == (
-        f"memopt.offload_activations({f'keep={chr(34)}{size}MiB{chr(34)}' if size else ''}) around the forward pass"
-    )
+    given = ['to="8bit"'] if technique == "activations in 8 bits" else []
+    given += [f'keep="{size}MiB"'] if size else []
+    line = f"memopt.offload_activations({', '.join(given)}) around the forward pass"
+    assert line in advice.in_words(plan, {"fused": ["AdamW"], technique: ["GPT"]})
 
 
 def test_a_script_that_fits_with_all_it_saves_on_the_device_keeps_that():

@@ -62,8 +62,8 @@ auto(model, x, memory_budget="1GiB", optimizer="Adam")       | optimizer: 'Adam'
 auto(model, x, memory_budget="1GiB", loss="mean")            | loss is 'mean'            | give a function
 auto(model, x, memory_budget="1GiB", loss=lambda out: out)   | shape (8, 16)             | have it return one number
 auto(model, x, memory_budget="1GiB", slots=0)                | slots=0                   | expected 1 to
-auto(model, x, memory_budget="1GiB", to="/no/such")          | to='/no/such'             | give "cpu", or a directory
-auto(model, x, memory_budget="1GiB", to="cpu")               | to="cpu"                  | give the path of a directory
+auto(model, x, memory_budget="1GiB", to="/no/such")          | to='/no/such'             | give "cpu", "8bit", or a
+auto(model, x, memory_budget="1GiB", to="cpu")               | to="cpu"                  | give "8bit", or the path
 memopt.checkpoint(3, x)                                      | function is 3             | give a function
 memopt.checkpoint_sequential(model, 9, x)                    | segments=9                | expected 1 to 3
 memopt.checkpoint_sequential(model, None, x)                 | segments is None          | give the number of segments
@@ -71,6 +71,7 @@ memopt.offload_activations(model)                            | a Sequential is n
 memopt.offload_activations("a lot")                          | min_size: 'a lot'         | such as '8GiB'
 memopt.offload_activations(host_memory=-1)                   | host_memory: -1           | 0 or more bytes
 memopt.offload_activations(to="gpu")                         | 'gpu'                     | a directory on a disk
+memopt.offload_activations(to="8bit", in_flight=1)           | to="8bit" makes none      | leave them out
 memopt.offload_layers(x)                                     | model is a Tensor         | torch.nn.Module
 memopt.offload_layers(model, layers=["nope"])                | 'nope'                    | model.named_modules() lists
 memopt.offload_layers(model, to="/no/such") | to='/no/such' | expected 'cpu', or a directory
