@@ -21,9 +21,8 @@ from memopt._offload.transfers import StorageTransfer
 EIGHT_BITS = "8bit"  # as a place beside the host and a disk
 BLOCK = 256  # elements
 SMALL = 32  # storages of this part of the largest, or less, stay as they are
-STEP = (
-    1 - 2**-22
-) / 126.5  # of the largest value, which the last code does not exceed, however it is rounded
+# Of the largest value, which the last code does not exceed, however it is rounded.
+STEP = (1 - 2**-22) / 126.5
 MINUS_INF = -128
 CODED = (torch.float32, torch.float16, torch.bfloat16)
 # Elements at a time: of a GPU so many that its kernels take longer than their launches, of a CPU what its caches hold.
