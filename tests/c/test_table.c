@@ -59,17 +59,25 @@ TEST(where_the_common_divisor_fits_nothing_is_rounded)
     mo_chain_close(&chain);
 }
 
-/* Every function has an entry of its own, and there are no others. */
-static void check_entries(mo_solver_level level, size_t expected)
+static bool is_there(const mo_chain *chain, mo_solver_level level, uint8_t kind, size_t s)
+{
+    return kind == MO_PART_O || (kind == MO_PART_P ? mo_chain_puts(chain, s) : level == MO_SOLVE_FULL);
+}
+
+/* Every function has an entry of its own, and there are no others. puts: two inputs can be put away. */
+static void check_entries(mo_solver_level level, bool puts, size_t expected)
 {
     mo_chain chain = six_stages(1);
+    if (puts)
+        chain.stages[2].put = chain.stages[4].put = 1;
     mo_table table = table_of(&chain, level, 40, 100);
     size_t count = 0, most = 0;
 
     for (uint16_t s = 0; s < 6; s++)
         for (uint16_t t = s; t < 6; t++)
-            for (uint8_t kind = MO_PART_O; kind <= (level == MO_SOLVE_FULL ? MO_PART_H : MO_PART_O); kind++)
-                for (uint8_t option = 0; option < (kind == MO_PART_Q ? 2 : 1); option++)
+            for (uint8_t kind = MO_PART_O; kind <= MO_PART_H; kind++)
+                for (uint8_t option = 0;
+                     option < (is_there(&chain, level, kind, s) ? kind == MO_PART_Q ? 2 : 1 : 0); option++)
                     for (uint8_t right = 0; right < mo_table_pair(&table, s, t)->rights; right++) {
                         mo_entry *entry = mo_table_entry(&table, (mo_part){kind, option, right, s, t});
                         CHECK_EQ(entry->first, 0);
@@ -89,9 +97,12 @@ TEST(every_function_has_an_entry)
 {
     const size_t pairs = 6 * 7 / 2, band = 6 + 5 + 4;
 
-    check_entries(MO_SOLVE_PERSISTENT, pairs);
-    check_entries(MO_SOLVE_DEFAULT, pairs + 2 * band);
-    check_entries(MO_SOLVE_FULL, 4 * (pairs + 2 * band));
+    check_entries(MO_SOLVE_PERSISTENT, false, pairs);
+    check_entries(MO_SOLVE_DEFAULT, false, pairs + 2 * band);
+    check_entries(MO_SOLVE_FULL, false, 4 * (pairs + 2 * band));
+    check_entries(MO_SOLVE_PERSISTENT, true, pairs + 4 + 2);
+    check_entries(MO_SOLVE_DEFAULT, true, pairs + 2 * band + 4 + 2 + 2 * (3 + 2));
+    check_entries(MO_SOLVE_FULL, true, 4 * (pairs + 2 * band) + 4 + 2 + 2 * (3 + 2));
 }
 
 TEST(a_value_is_that_of_the_slot_below_or_of_the_least_bytes)
