@@ -3,7 +3,8 @@
 Time: `memopt.chain.solve` as it is called, of irregular chains with 500 slots, in CPU time (it has one thread).
 Optimal: random chains of 3 to 7 stages, 8 families (chain_families.py), budgets of 25 to 80 % of what is saved, against
 exhaustive search. Gain: chains of 20 to 50 stages at the least feasible budget and 5 and 10 % of the way from there to
-what is saved in all. Ways: the seconds of a step by torch's ways of checkpointing and by the solver's, in one budget.
+what is saved in all. Ways: the seconds of a step by torch's ways of checkpointing and by the solver's, in one budget;
+and where inputs can be put off the device too, beside their stage's run, and back in half of its forward's time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +28,7 @@ from tests.reference import chain_oracle  # noqa: E402
 
 SECONDS = {100: 0.02, 200: 0.25}  # the default level's, at most
 OPTIONS, OPTIONS_COST = 4, 6  # a stage; at most this many times as long
+INPUTS_COST = 6
 OPTIMAL = {"default": 5.0, "full": 1.0}  # per cent that may miss the optimum
 GAIN = 1.02
 SEED = 6
@@ -42,6 +45,14 @@ def cpu_clock(run: Callable[[], object], calls: int) -> float:
 
 def saved(chain: Chain) -> int:
     return sum(stage.saved_bytes for stage in chain.stages)
+
+
+def with_inputs_away(chain: Chain) -> Chain:
+    """The same chain, whose inputs can be put off the device."""
+    stages = [
+        replace(s, put_input_seconds=0.0, get_input_seconds=s.forward_seconds / 2) for s in chain.stages
+    ]
+    return replace(chain, stages=tuple(stages))
 
 
 def between(chain: Chain, way: float) -> int:
@@ -68,6 +79,7 @@ def time_it(report: harness.Report) -> None:
         r = random.Random(SEED)
         chain = chain_families.in_units(chain_families.plain(r, n), UNIT)
         more = chain_families.with_options(r, chain, OPTIONS)
+        away = with_inputs_away(chain)
         budget = between(chain, 0.3)
         case = f"{n} stages, 500 slots"
         found = report.compare(
@@ -76,6 +88,7 @@ def time_it(report: harness.Report) -> None:
                 "persistent": lambda c=chain, b=budget: solve(c, b, level="persistent"),
                 "default": lambda c=chain, b=budget: solve(c, b),
                 f"default, {OPTIONS} options": lambda c=more, b=budget: solve(c, b),
+                "default, inputs put away": lambda c=away, b=budget: solve(c, b),
             },
             calls=1,
             clock=cpu_clock,
@@ -88,6 +101,11 @@ def time_it(report: harness.Report) -> None:
             "memopt": found.seconds(f"default, {OPTIONS} options").best / one,
         }
         report.record(f"{OPTIONS} options a stage for one, {case}", times, unit="times as long", goal=1.0)
+        times = {
+            "limit": float(INPUTS_COST),
+            "memopt": found.seconds("default, inputs put away").best / one,
+        }
+        report.record(f"inputs that can be put away, {case}", times, unit="times as long", goal=1.0)
 
 
 # ---- how often it is optimal -----------------------------------------------------------------------------------------
@@ -178,6 +196,7 @@ def ways(report: harness.Report) -> None:
                 "checkpoint_sequential, best": min(s.seconds for s in cut if s.peak_bytes <= budget) / plain,
                 "persistent": seconds(chain, budget, "persistent") / plain,
                 "memopt": seconds(chain, budget, "default") / plain,
+                "memopt, inputs put away": seconds(with_inputs_away(chain), budget, "default") / plain,
             }
             case = f"{family}, 24 stages, budget {budget} of {chain.keep_all().peak_bytes}: seconds of a step"
             report.record(case, values, unit="of a plain step's")
