@@ -22,7 +22,7 @@ def test_it_writes_every_figure(
     bench_solver.main()
     result = json.loads((tmp_path / "result.json").read_text())
     assert [set(c["calls"]) for c in result["comparisons"]] == [
-        {"persistent", "default", "default, 4 options"}
+        {"persistent", "default", "default, 4 options", "default, inputs put away"}
     ]
     figures = {figure["case"]: figure for figure in result["figures"]}
     assert len([case for case in figures if case.endswith("seconds of a step")]) == 9
@@ -35,6 +35,7 @@ def test_no_way_of_torchs_is_faster_in_the_same_budget():
     result = [figure for figure in _ways() if "memopt" in figure.values]
     assert result
     for figure in result:
+        assert figure.values["memopt, inputs put away"] <= figure.values["memopt"] * (1 + 1e-5)
         assert figure.values["memopt"] <= figure.values["persistent"] * (1 + 1e-5)
         assert figure.values["persistent"] <= figure.values["checkpoint_sequential, best"] * (1 + 1e-5)
 
