@@ -25,9 +25,10 @@ SMALL = 32  # storages of this part of the largest, or less, stay as they are
 STEP = (1 - 2**-22) / 126.5
 MINUS_INF = -128
 CODED = (torch.float32, torch.float16, torch.bfloat16)
-# Elements at a time: of a GPU so many that its kernels take longer than their launches, of a CPU what its caches hold.
-PIECE = {"cuda": 1 << 21}
-PIECE_ELSEWHERE = 1 << 18
+# Elements at a time, at least and at most: of a GPU so many that its kernels take longer than their launches, and of a
+# large storage a 16th, so that it has few pieces; of a CPU what its caches hold.
+PIECES = {"cuda": (1 << 21, 1 << 24)}
+PIECES_ELSEWHERE = (1 << 18, 1 << 18)
 
 
 def can_code(dtype: torch.dtype | None, nbytes: int, largest: int) -> bool:
@@ -53,8 +54,13 @@ def code_bytes(nbytes: int, dtype: torch.dtype) -> int:
 def work_bytes(nbytes: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the bytes that coding a storage takes besides its codes, while it runs; decoding takes half."""
     blocks = code_bytes(nbytes, dtype) // (BLOCK + dtype.itemsize)
-    most: int = min(blocks, PIECE.get(device.type, PIECE_ELSEWHERE) // BLOCK)
-    return 2 * 4 * BLOCK * most
+    return 2 * 4 * BLOCK * _at_a_time(blocks, device)
+
+
+def _at_a_time(blocks: int, device: torch.device) -> int:
+    """Return the number of blocks in a piece."""
+    least, most = (size // BLOCK for size in PIECES.get(device.type, PIECES_ELSEWHERE))
+    return min(blocks, max(least, min(most, blocks // 16)))
 
 
 class Codes:
@@ -103,7 +109,7 @@ class Codes:
     def _pieces(self, count: int) -> Iterator[tuple[slice, slice, list[torch.Tensor]]]:
         """Yield some blocks, their elements, and so many tensors in fp32 for these, in the same memory each time."""
         device, blocks = self._codes.device, self._codes.shape[0]
-        most = min(blocks, PIECE.get(device.type, PIECE_ELSEWHERE) // BLOCK)
+        most = _at_a_time(blocks, device)
         work = [torch.empty((most, BLOCK), dtype=torch.float32, device=device) for _ in range(count)]
         for first in range(0, blocks, max(most, 1)):
             last = min(first + most, blocks)

@@ -43,7 +43,7 @@ def largest_of_blocks(flat: torch.Tensor) -> torch.Tensor:
 def test_an_error_is_at_most_half_a_step_of_the_block(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codes, "PIECE_ELSEWHERE", 4 * BLOCK)
+    monkeypatch.setattr(codes, "PIECES_ELSEWHERE", (4 * BLOCK, 4 * BLOCK))
     choose, numbers = random.Random(SEED), torch.Generator().manual_seed(SEED)
     for _ in range(40):
         count = choose.choice((0, 1, 255, 256, 257, 1024, 1025, choose.randrange(5000)))
