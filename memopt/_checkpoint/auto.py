@@ -40,6 +40,7 @@ def auto_checkpoint(
     to: str | os.PathLike[str] | None = None,
     strict: bool = False,
     keeps_output: bool = True,
+    host_memory: int | str | None = None,
     offload: str | os.PathLike[str] | None = None,
 ) -> torch.nn.Module:
     """Make the model run its stages by the fastest recomputation schedule whose live bytes stay within a budget.
@@ -102,6 +103,8 @@ def auto_checkpoint(
             a plan for little more than the least, with a warning.
         keeps_output: Whether the model's output lives until the step is over, as with `out = model(x)` in a loop's
             body. False where it is gone once the loss is computed, as in `loss = F.cross_entropy(model(x), y)`.
+        host_memory: The most bytes of pinned memory that stages take with to="cpu" (bytes or text); None for no limit.
+            Where the fastest schedule would take more, nothing is offloaded.
         offload: The earlier name of `to`.
 
     Returns:
@@ -110,8 +113,8 @@ def auto_checkpoint(
     Raises:
         memopt.chain.InfeasibleBudget: No schedule fits; the message names the least feasible budget. Also raised by a
             later call of the model, where strict.
-        ValueError: memory_budget, optimizer or to cannot be read; the model has no chain, only a part of it is
-            offloaded by offload_layers(), or it is compiled as a whole; or a stage cannot run again (it computes
+        ValueError: memory_budget, optimizer, to or host_memory cannot be read; the model has no chain, only a part of
+            it is offloaded by offload_layers(), or it is compiled as a whole; or a stage cannot run again (it computes
             gradients in its own forward, for instance).
         OSError: The disk cannot be written to.
         RuntimeError: By a later training step: a stage changes a buffer that it did not change with the sample (in
@@ -139,6 +142,7 @@ def auto_checkpoint(
         accumulate=accumulate,
         strict=strict,
         keeps_output=keeps_output,
+        host_memory=None if host_memory is None else arguments.size(host_memory, "host_memory"),
     )
     plan_model(model, sample, request)
     return model

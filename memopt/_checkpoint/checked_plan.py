@@ -198,16 +198,19 @@ def plan_for(
     accumulate: bool,
     whose: str,
     speed: Bandwidth | None = None,
+    host_memory: int | None = None,
 ) -> Candidate:
     """Return the plan for a chain, and a ChainRunner's arguments: operations, and stages whose input only passes.
 
     budget: None for the plan that takes least. beside: bytes that live throughout, and were not measured. accumulate:
     gradients exist when a step begins. whose: for InfeasibleBudget's text. speed: of offloading, where stages may.
+    host_memory: bytes that what is offloaded may take; where it would take more, nothing is.
     """
     chain, around, fixed, sizes, times, groups = chain_costs(
         measured, beside=beside, accumulate=accumulate, speed=speed
     )
     schedule: Schedule | None
+    allowed = budget
     if budget is None:
         schedule, least = leanest(chain, around, slots)
         budget = fixed + least
@@ -229,6 +232,15 @@ def plan_for(
             k: measured.stage_bytes[k].movable_room for g in plan.offloaded for k in groups[g]
         }
         plan.offload_slots |= {~groups[g].start: aligned(sizes[g - 1].output) for g in plan.inputs_offloaded}
+        if host_memory is not None and sum(plan.offload_slots.values()) > host_memory:
+            return plan_for(
+                measured,
+                allowed,
+                slots,
+                beside=beside,
+                accumulate=accumulate,
+                whose=whose,
+            )
     return plan, expand(plan.operations, groups), passing(groups)
 
 
@@ -260,16 +272,27 @@ def checked_plan(
     speed: Bandwidth | None = None,
     distributed: bool = False,
     or_least: bool = False,
+    host_memory: int | None = None,
 ) -> Candidate:
     """The fastest plan whose step is within the budget; with `or_least`, if there is none, the one that takes least.
 
     beside: the optimizer's. accumulate: gradients are there when a step begins. whose: for InfeasibleBudget's words.
-    forward_by: the forward pass of a plan. speed: of offloading. distributed: over ranks, which then find the same."""
+    forward_by: the forward pass of a plan. speed: of offloading, which takes host_memory at most. distributed: over
+    ranks, which then find the same."""
     device = measured.device
     fixed = beside.there_bytes + sum(block_bytes(size, device) for size in beside.coming)
 
     def candidate(room: int | None) -> Candidate:
-        return plan_for(measured, room, slots, beside=fixed, accumulate=accumulate, whose=whose, speed=speed)
+        return plan_for(
+            measured,
+            room,
+            slots,
+            beside=fixed,
+            accumulate=accumulate,
+            whose=whose,
+            speed=speed,
+            host_memory=host_memory,
+        )
 
     def tried(found: Candidate) -> TrialSteps:
         plan = found[0]

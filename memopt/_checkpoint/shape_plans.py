@@ -165,7 +165,7 @@ class PlanRequest:
 
     optimizer: what returns it while it lives, or its state's bytes. or_least: a budget that is too small is taken for
     the least that would do. state_bytes: those of the optimizer when it was last seen. besides: bytes that live
-    throughout, and that neither the model nor the optimizer has.
+    throughout, and that neither the model nor the optimizer has. host_memory: bytes for what goes to "cpu".
     """
 
     budget: int
@@ -179,6 +179,7 @@ class PlanRequest:
     or_least: bool = False
     state_bytes: int = 0
     besides: int = 0
+    host_memory: int | None = None
 
     def bytes_beside(self, model: torch.nn.Module) -> OptimizerBytes:
         """Return the optimizer's bytes, with what lives besides among those that are not seen."""
@@ -237,6 +238,7 @@ class PlanRequest:
                 speed=speed,
                 distributed=distributed,
                 or_least=self.or_least,
+                host_memory=self.host_memory if self.to == "cpu" else None,
             )
         if self.or_least and plan.peak_bytes > self.budget:
             self.budget = plan.memory_budget = plan.peak_bytes  # what further calls are held to

@@ -153,12 +153,17 @@ def _advice(search: Search, names: Names) -> Advice:
 
 
 def in_words(
-    names: Collection[str], met: Mapping[str, list[str]], keeps: Collection[str] = KEEPS
+    names: Collection[str],
+    met: Mapping[str, list[str]],
+    keeps: Collection[str] = KEEPS,
+    host_memory: int | None = None,
 ) -> list[str]:
-    """Return what a user would write for techniques. met: by technique, what it applies to; keeps: as a plan has it."""
+    """Return what a user would write for techniques. met: by technique, what it applies to. The rest is as a plan has
+    it."""
     options = of_optimizers(names)
     ordered = sorted(names, key=lambda name: (-tier_of([name]), name))
-    what = [_in_words(name, met, keeps) for name in ordered if name not in options and name not in _SWITCH]
+    others = [name for name in ordered if name not in options and name not in _SWITCH]
+    what = [_in_words(name, met, keeps, host_memory) for name in others]
     if options:
         kinds = ", ".join(dict.fromkeys(kind for name in sorted(options) for kind in met[plain(name)]))
         what.insert(0, f"memopt.optim.{kinds}(..., {in_code(options_of(options))})")
@@ -167,13 +172,16 @@ def in_words(
     return what + [_SWITCH[name] for name in ordered if name in _SWITCH]
 
 
-def _in_words(name: str, met: Mapping[str, list[str]], keeps: Collection[str]) -> str:
+def _in_words(
+    name: str, met: Mapping[str, list[str]], keeps: Collection[str], host_memory: int | None
+) -> str:
     technique, _, size = name.partition(":")
     of = ", ".join(met[technique])
     budget = _mebibytes(met.get(LEAST_BUDGET, [size])[0])
     keep = f"keep={_mebibytes(size)}" if size else ""
     kept = "accumulate=True, " if GRADIENTS in keeps else ""
     kept += "" if OUTPUT in keeps else "keeps_output=False, "
+    limit = "" if host_memory is None else f', host_memory="{host_memory >> 20}MiB"'
     return {
         FUSED: f"torch.optim.{of}(..., fused=True)",
         OFFLOAD_ACTIVATIONS: f"memopt.offload_activations({keep}) around the forward pass",
@@ -184,7 +192,7 @@ def _in_words(name: str, met: Mapping[str, list[str]], keeps: Collection[str]) -
         TILES: "memopt.nn.tile_mlps(model)",
         OFFLOAD_LAYERS: "memopt.offload_layers(model) before the optimizer is made",
         CHECKPOINT: f"memopt.auto_checkpoint(model, sample, memory_budget={budget}, "
-        f'optimizer=optimizer, {kept}to="cpu")',
+        f'optimizer=optimizer, {kept}to="cpu"{limit})',
     }[technique]
 
 

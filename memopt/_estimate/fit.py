@@ -273,7 +273,7 @@ def _found(
 ) -> Fit:
     survey.request = replace(survey.request, timed=True)
     estimate = survey.estimate(fixes=False, advise=False, lean=True)
-    survey.request = replace(survey.request, keeps=estimate.keeps)
+    survey.request = replace(survey.request, keeps=estimate.keeps, host_memory=host_memory)
     fit = Fit(estimate, card, least=estimate.needed_bytes[1])
     as_it_is = Row(
         [], estimate.allocated_bytes[1], estimate.needed_bytes[1], fit.step_seconds, TIERS[0], False
@@ -324,7 +324,7 @@ def _found(
             answer.peak_allocated,
             seconds(answer.step, card.rates),
         )
-        fit.lines = advice.in_words(chosen, answer.more["techniques"], estimate.keeps)
+        fit.lines = advice.in_words(chosen, answer.more["techniques"], estimate.keeps, host_memory)
         fit.host_bytes = _host_bytes(estimate, tried[chosen])
         fit.disk_bytes = answer.more.get("disk_bytes", 0)
     elif not early and survey.batch is not None and (survey.batch.size or 0) > 1:
@@ -417,6 +417,7 @@ def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int, 
         step_seconds=step_seconds,
         trained_bytes=found.trained_bytes,
         keeps=found.keeps,
+        host_memory=survey.request.host_memory,
         ranks=survey.request.ranks or 1,
     )
 

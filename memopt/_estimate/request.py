@@ -25,9 +25,9 @@ class Request:
     folder is private, and is for what the script writes too. compute: every operation is computed, so nothing is
     guessed: for sizes that the host can hold. ranks: of a job in which it is number `rank`, 0 for none; spread: how a
     script that knows of one device is spread over them ("ddp", "fsdp", "tp"). techniques: of _run/plan.py's, which the
-    script is run with; keeps: as a plan has it. timed: the answer has the
-    operators of one step. rates_of: the card by whose data sheet stages are timed, "" for this machine's time. record:
-    what lived when, the last `events` births and deaths of it. answer, recording: files to write."""
+    script is run with; keeps, host_memory: as a plan has them. timed: the answer has the operators of one step.
+    rates_of: the card by whose data sheet stages are timed, "" for this machine's time. record: what lived when, the
+    last `events` births and deaths of it. answer, recording: files to write."""
 
     argv: list[str]
     answer: str
@@ -57,6 +57,7 @@ class Request:
     spread: str | None = None
     techniques: list[str] = field(default_factory=list)
     keeps: list[str] = field(default_factory=lambda: [*KEEPS])
+    host_memory: int | None = None
 
     def like(self, card: Card) -> Request:
         """Return it with the properties of a card, but for its memory."""

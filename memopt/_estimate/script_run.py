@@ -89,7 +89,7 @@ class Run:
         loop_source.install(self._loops, self._guesses.asserts)
         self._batch_size = None if request.batch_size is None else BatchSizeOverride(request.batch_size)
         self._recorder = self._start_recorder() if request.record else None
-        self._techniques = Techniques(request.techniques, self._plans, request.keeps)
+        self._techniques = Techniques(request.techniques, self._plans, request.keeps, request.host_memory)
         self._files = files
         self._answering = threading.RLock()
         if not main:

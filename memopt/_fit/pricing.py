@@ -373,21 +373,16 @@ class Prices:
         """Return the fastest schedule within the room, or the one that takes least; without offloading where the host
         has too little memory for that. Raises InfeasibleBudget."""
 
-        def planned(speed: Bandwidth | None) -> Candidate:
-            return plan_for(
-                self._measured_with(names).costs,
-                room,
-                SLOTS,
-                beside=fixed,
-                accumulate=self._accumulates(names),
-                whose=type(self.step.model).__name__,
-                speed=speed,
-            )
-
-        found = planned(self._speed(names))
-        if found[0].offload_slots and too_much_of_host(self._on_host(names, found), self.host_memory):
-            return planned(None)
-        return found
+        return plan_for(
+            self._measured_with(names).costs,
+            room,
+            SLOTS,
+            beside=fixed,
+            accumulate=self._accumulates(names),
+            whose=type(self.step.model).__name__,
+            speed=self._speed(names),
+            host_memory=None if self.host_memory is None else self.host_memory - self._on_host(names, None),
+        )
 
     def _counted_twice(self, names: Names, candidate: Candidate | None, foreseen: int) -> int:
         """Return bytes by which passes take less than was worked out; 0 where none could be run.

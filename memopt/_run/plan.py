@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import memopt
 from memopt import _C
@@ -78,7 +78,7 @@ class Plan:
     techniques, backend: as a request of an estimate has them. peak_bytes: of tensors in the run that confirmed it.
     step_seconds: of a step, by a roofline of the card's data sheet; 0 where no whole step was seen.
     trained_bytes: of the parameters of the optimizer that steps first; 0 where none steps.
-    keeps: of KEEPS, what the script does.
+    keeps: of KEEPS, what the script does. host_memory: bytes of the host's for what stages offload; None for no limit.
     ranks: of the job, for each of which the plan is."""
 
     script: str
@@ -93,6 +93,7 @@ class Plan:
     trained_bytes: int = 0
     keeps: list[str] = field(default_factory=lambda: [*KEEPS])
     ranks: int = 1
+    host_memory: int | None = None
     memopt: str = memopt.__version__
 
     def write(self, path: str) -> None:
@@ -182,7 +183,7 @@ def _is_of(value: Any, kind: Any) -> bool:
     """Return whether a value of JSON is one of a plan's entry of this type."""
     if kind == list[str]:
         return isinstance(value, list) and all(isinstance(one, str) for one in value)
-    return type(value) in ((float, int) if kind is float else (kind,))
+    return type(value) in ((float, int) if kind is float else get_args(kind) or (kind,))
 
 
 def named(technique: str) -> str:

@@ -298,7 +298,10 @@ class _Run:
             device_clock.use(RooflineClock(self._folder, Card("", plan.card_bytes).rates))
         peaks = Peaks()
         techniques = Techniques(
-            plan.techniques, lambda kind: peaks.leave_out_planning(kind == PLANNING), plan.keeps
+            plan.techniques,
+            lambda kind: peaks.leave_out_planning(kind == PLANNING),
+            plan.keeps,
+            plan.host_memory,
         )
         self._planned = techniques, peaks
 

@@ -52,6 +52,7 @@ class Techniques:
         wanted: Names of techniques, as a request has them.
         mark: Is told PLANNING where a plan for a model is about to be made, and PLANNED once it is.
         keeps: Of KEEPS, what the script does.
+        host_memory: Bytes of the host's memory for what stages offload; None for no limit.
 
     Attributes:
         applied: Parts of the script that each technique was applied to, such as {"fused": ["AdamW"]}; a technique that
@@ -64,8 +65,9 @@ class Techniques:
         wanted: list[str],
         mark: Callable[[str], None] = lambda kind: None,
         keeps: Collection[str] = KEEPS,
+        host_memory: int | None = None,
     ) -> None:
-        self._mark, self._keeps = mark, keeps
+        self._mark, self._keeps, self._host_memory = mark, keeps, host_memory
         self.applied: dict[str, list[str]] = {}
         self.refused: dict[str, str] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -244,6 +246,7 @@ class Techniques:
             accumulate=GRADIENTS in self._keeps,
             keeps_output=OUTPUT in self._keeps,
             or_least=True,  # with other techniques that may be enough
+            host_memory=self._host_memory,
         )
         self._mark(PLANNING)
         try:

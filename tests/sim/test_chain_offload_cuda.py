@@ -411,6 +411,25 @@ def test_auto_checkpoint_on_a_device_offloads_within_its_budget(
     assert inputs
 
 
+def test_where_the_host_has_no_room_for_what_would_be_offloaded_nothing_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shape_plans, "bandwidth", lambda *_: Bandwidth(1e13, 1e13))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(64, 0.1) for _ in range(5))).cuda()
+    sample = torch.randn(512, 64, device="cuda")
+    memopt.auto_checkpoint(model, sample, memory_budget="1GiB")
+    budget = (model.plan.peak_bytes + model.plan.fixed_bytes) // 2
+    memopt.auto_checkpoint(model, sample, memory_budget=budget, to="cpu")
+    needed = sum(model.plan.offload_slots.values())
+    assert model.plan.offloaded and needed
+    memopt.auto_checkpoint(model, sample, memory_budget=budget, to="cpu", host_memory=needed)
+    assert sum(model.plan.offload_slots.values()) <= needed and model.plan.offloaded
+    memopt.auto_checkpoint(model, sample, memory_budget=budget, to="cpu", host_memory=needed // 8)
+    assert not model.plan.offloaded and not model.plan.offload_slots and not model.plan.keeps_all
+    assert model.plan.peak_bytes <= budget
+
+
 @pytest.mark.parametrize("to", ["cpu", "disk"])
 def test_the_speed_of_a_place_is_measured_once(tmp_path: Path, to: str) -> None:
     place = "cpu" if to == "cpu" else str(tmp_path)

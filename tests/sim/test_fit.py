@@ -157,6 +157,26 @@ def test_activations_in_8_bits_are_planned_where_nothing_else_fits_and_only_if_a
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 4
 
 
+def test_a_schedule_recomputes_where_the_host_has_no_room_for_what_it_would_offload(tmp_path):
+    block = "nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))"
+    (tmp_path / "train.py").write_text(
+        LAYERS.replace("Layers().cuda()", f"nn.Sequential(*({block} for _ in range(8))).cuda()")
+    )
+    as_is = json.loads(memopt(tmp_path, "fit", "--json", "--gpu", "8GiB", "train.py").stdout)
+    card = f"{CONTEXT + ((as_is['runs'][0]['peak_bytes'] >> 20) * 6 // 10)}MiB"
+    call = ("fit", "-f", "--json", "--gpu", card, "--exact", "--host-memory", "64MiB", "train.py")
+    found = json.loads(memopt(tmp_path, *call).stdout)
+    assert (
+        "of the host's memory, of which it may take 64.0 MiB" in found["does_not_run"]["offload activations"]
+    )
+    assert "checkpoint" in [name.partition(":")[0] for name in found["plan"]["techniques"]]
+    assert found["host_bytes"] <= 64 << 20 and 'to="cpu", host_memory="64MiB")' in found["lines"][0]
+    plain = memopt(tmp_path, "run", "-q", "--no-record", "--sim", "24GiB", "train.py")
+    planned = memopt(tmp_path, "run", "--no-record", "--fit", "train.fit.json", "--sim", card, "train.py")
+    losses = [re.findall(r"loss (\S+)", done.stdout) for done in (plain, planned)]
+    assert losses[0] == losses[1] and len({*losses[0]}) == 4
+
+
 def test_a_script_without_a_step_has_nothing_to_plan(tmp_path):
     (tmp_path / "train.py").write_text("import torch\nkept = torch.ones(1 << 20, device='cuda')\n")
     assert "without a training step" in memopt(tmp_path, "fit", "--gpu", "1GiB", "train.py", status=2).stderr

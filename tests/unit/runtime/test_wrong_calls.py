@@ -94,6 +94,7 @@ fit(model, [adam], x, memory_budget="1GiB")                  | a list of 1      
 fit(model, adam, x, memory_budget="1GiB")                    | has no .loss              | give loss=
 fit(model, adam, x, memory_budget="1GiB", loss="mean")       | loss is 'mean'            | give a function
 fit(model, adam, x, memory_budget="some", loss=loss)         | memory_budget: 'some'     | such as '8GiB'
+memopt.auto_checkpoint(model, x, memory_budget="1GiB", host_memory="lots") | host_memory: 'lots' | such as '8GiB'
 fit(model, adam, x, memory_budget="1GiB", loss=loss, host_memory="lots") | host_memory: 'lots' | such as '8GiB'
 fit(model, adam, x, memory_budget="1GiB", loss=loss, disk="/no/such") | disk: creating a | directory that exists
 fit(model, adam, x, memory_budget="1GiB", loss=loss, disk=3) | disk is 3 | give the path of a directory
