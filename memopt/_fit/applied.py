@@ -87,6 +87,7 @@ class AppliedFit:
                 accumulate=fit.accumulates,
                 to=fit.to,
                 keeps_output=False,
+                host_memory=fit.chain_host_memory,
             )
             return
         request = PlanRequest(
@@ -97,6 +98,7 @@ class AppliedFit:
             accumulate=fit.accumulates,
             keeps_output=False,
             besides=fit.memory_budget - fit.chain_budget,
+            host_memory=fit.chain_host_memory,
         )
         run_by_plan(self.model, request, fit.planned)
 

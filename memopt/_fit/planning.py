@@ -416,7 +416,8 @@ class Planner:
             least_budget=0 if least is None else least.least + least.least // SPARE,
             recomputed=self._recomputed(chosen),
             chain_budget=self._chain_budget(chosen),
-            to=self.prices.to(Names()) if chosen is None else self.prices.to_of(chosen),
+            to=self.prices.to(Names() if chosen is None else chosen.names),
+            chain_host_memory=None if chosen is None else self.prices.host_left(chosen.names),
             micro_batch_size=None
             if chosen is None or micro_batches_of(chosen.names) == 1
             else self.prices.micro_batch_size(micro_batches_of(chosen.names)),

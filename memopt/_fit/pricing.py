@@ -381,7 +381,7 @@ class Prices:
             accumulate=self._accumulates(names),
             whose=type(self.step.model).__name__,
             speed=self._speed(names),
-            host_memory=None if self.host_memory is None else self.host_memory - self._on_host(names, None),
+            host_memory=self.host_left(names),
         )
 
     def _counted_twice(self, names: Names, candidate: Candidate | None, foreseen: int) -> int:
@@ -406,11 +406,9 @@ class Prices:
             return SAVED_ELSEWHERE[CODED_ACTIVATIONS]
         return "cpu" if self.step.device.type == "cuda" else None
 
-    def to_of(self, found: Attempt) -> str | None:
-        """Return that place, but none where the host's memory is limited and the schedule takes nothing of it."""
-        to, limited = self.to(found.names), self.host_memory is not None
-        idle = found.candidate is not None and not found.candidate[0].offload_slots
-        return None if to == "cpu" and limited and idle else to
+    def host_left(self, names: Names) -> int | None:
+        """Return the bytes of the host's memory that other levers leave to a schedule; None for no limit."""
+        return None if self.host_memory is None else max(0, self.host_memory - self._on_host(names, None))
 
     def _speed(self, names: Names) -> Bandwidth | None:
         return None if (to := self.to(names)) is None else bandwidth(to, self.step.device)
@@ -487,7 +485,7 @@ class Prices:
             return None
         measured = self._measured_with(found.names)
         plan = found.candidate[0]
-        plan.offload = self.to_of(found)
+        plan.offload = self.to(found.names)
         forwards = stage_forwards(plan, measured.chain.members, False)
         return ShapePlan(measured.shape, plan, forwards, measured.seconds, self._accumulates(found.names))
 

@@ -116,6 +116,7 @@ class Fit(Result):
     least_budget: int
     recomputed: tuple[int, int]
     chain_budget: int
+    chain_host_memory: int | None
     to: str | None
     micro_batch_size: int | None
     planned: ShapePlan | None
@@ -267,6 +268,8 @@ class Fit(Result):
             arguments.append("accumulate=True")
         if self.to is not None:
             arguments.append(f"to={self.to!r}")
+        if self.to == "cpu" and self.chain_host_memory is not None:
+            arguments.append(f"host_memory={self.chain_host_memory}")
         return [*lines, f"memopt.auto_checkpoint({', '.join(arguments)})"]
 
     @property

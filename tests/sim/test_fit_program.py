@@ -238,8 +238,14 @@ def test_a_schedule_offloads_nothing_where_the_host_has_no_memory_for_it() -> No
     assert free.names == {"checkpoint"} and free.host_bytes > 0 and "to='cpu'" in free.code()
     one = fit_models.training("gpt", "cuda")
     none = one.fit(budget, exact=True, host_memory=0)
-    assert none.names == {"checkpoint"} and none.host_bytes == 0 and "to=" not in none.code()
+    assert none.names == {"checkpoint"} and none.host_bytes == 0 and "to='cpu', host_memory=0" in none.code()
     before = sim.stats()["host_bytes"]
     with none.apply() as handle:
         assert fit_models.peak_on_cuda(one.standing(), lambda: fit_models.applied(handle, one)) <= budget
+        larger = tuple(part.repeat(2, *[1] * (part.dim() - 1)) for part in one.batch)
+        with pytest.warns(UserWarning, match="for a batch of another size"):
+            handle.backward(*larger)
+        assert (
+            handle.model.plan.schedule.seconds > handle.model.plan.chain.plain_seconds
+        )  # which runs stages again
         assert sim.stats()["host_bytes"] == before
