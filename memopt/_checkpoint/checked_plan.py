@@ -84,25 +84,28 @@ def chain_stage(
     if isinstance(speed, CodingSpeed):
         if size.codable:
             options.append(coded(size, time, speed, own.remake_seconds))
-    elif speed is not None and size.movable:
-        stays = max(size.saved - size.movable, size.output)
-        goes = size.saved - stays  # it is there while the stage runs, either way
-        options.append(
-            Option(
-                OPTION,
-                stays,
-                speed.forward(time.full_forward, size.movable),
-                speed.backward(time.backward, size.movable),
-                size.forward_overhead + goes,
-                size.backward_overhead + goes,
-                own.remake_seconds,
-            )
-        )
-    own = replace(own, options=tuple(options))
-    if speed is None or isinstance(speed, CodingSpeed) or not movable_input:
-        return own
-    out = speed.forward(time.full_forward, movable_input) - time.full_forward
-    return replace(own, put_input_seconds=out, get_input_seconds=speed.backward(0.0, movable_input))
+    elif speed is not None:
+        if size.movable:
+            options.append(offloaded(size, time, speed, own.remake_seconds))
+        if movable_input:
+            out = speed.forward(time.full_forward, movable_input) - time.full_forward
+            own = replace(own, put_input_seconds=out, get_input_seconds=speed.backward(0.0, movable_input))
+    return replace(own, options=tuple(options))
+
+
+def offloaded(size: StageBytes, time: StageSeconds, speed: Bandwidth, remake_seconds: float | None) -> Option:
+    """Return the option of offloading what the stage alone holds."""
+    stays = max(size.saved - size.movable, size.output)
+    goes = size.saved - stays  # it is there while the stage runs, either way
+    return Option(
+        OPTION,
+        stays,
+        speed.forward(time.full_forward, size.movable),
+        speed.backward(time.backward, size.movable),
+        size.forward_overhead + goes,
+        size.backward_overhead + goes,
+        remake_seconds,
+    )
 
 
 def coded(size: StageBytes, time: StageSeconds, speed: CodingSpeed, remake_seconds: float | None) -> Option:

@@ -79,9 +79,7 @@ from memopt.optim._state_bytes import OptimizerBytes, foretold
 
 NEAR = 1.5  # times the budget: what is worked out to take more is not tried
 OTHER_FORWARD = Names({LOSS_HEAD, TILES, BF16})  # levers with which the model runs other functions
-SCHEDULES = Names(
-    {CHECKPOINT, CODED_ACTIVATIONS}
-)  # with which the model's stages run by one, by their places
+SCHEDULES = Names({CHECKPOINT, CODED_ACTIVATIONS})  # by which stages run, of which each has a place
 RANDOM_STATES = 4  # that memopt.backward has: of the batch, of a micro-batch, and two that are compared
 
 

@@ -195,11 +195,16 @@ class TiledForward:
 
 
 class Kept:
-    """What a call keeps for its backward pass: input and parameters. goes_on: whether the input needs a gradient."""
+    """The input and the parameters that a call keeps for its backward pass.
+
+    Attributes:
+        goes_on: Whether the input needs a gradient.
+        by: The context of Keep, which has them.
+    """
 
     def __init__(self, goes_on: bool) -> None:
         self.goes_on = goes_on
-        self.by: Any = None  # the context of Keep
+        self.by: Any = None
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.by.saved_tensors  # type: ignore[no-any-return]

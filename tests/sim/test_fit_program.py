@@ -245,7 +245,6 @@ def test_a_schedule_offloads_nothing_where_the_host_has_no_memory_for_it() -> No
         larger = tuple(part.repeat(2, *[1] * (part.dim() - 1)) for part in one.batch)
         with pytest.warns(UserWarning, match="for a batch of another size"):
             handle.backward(*larger)
-        assert (
-            handle.model.plan.schedule.seconds > handle.model.plan.chain.plain_seconds
-        )  # which runs stages again
+        plan = handle.model.plan
+        assert not plan.keeps_all and not plan.offload_slots
         assert sim.stats()["host_bytes"] == before

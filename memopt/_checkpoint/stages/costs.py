@@ -165,9 +165,8 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.allocator = allocator_bytes(device)
         self.live = self.peak = self.made = 0
-        self.pending = self.late_peak = (
-            0  # of the live bytes some that would not be there yet; the peak without them
-        )
+        # Of the live bytes some that would not be there yet; the peak without them.
+        self.pending = self.late_peak = 0
         self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.older: set[int] = set()  # of the known: those that were there before
         self.given_before = 0  # bytes that the allocator had given then

@@ -199,7 +199,7 @@ def assert_lines_do_what_apply_does(fit: Any, one: Training, two: Training) -> N
 
 
 def test_states_of_a_model_on_the_cpu_go_to_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What they pass through is of the same memory; the host's is no other one."""
+    """The memory that they pass through is the host's, as the model's is."""
     fit_models.small_areas(monkeypatch)
     options = {"reads_gradients": True, "host_memory": 0}  # no steps in the backward pass
     fit, _ = fit_models.check("optimizer", 0.65, "cpu", **options)
